@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package api
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"iter"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Limits of the client, against a server that is stuck or is none of ours.
+const (
+	dialTimeout = 3 * time.Second
+	maxAnswer   = 64 << 20
+	maxEvent    = 1 << 20
+)
+
+// Client talks to one server. Its methods may be called from any goroutine. Errors of the server are
+// *Problem and match the sentinels of this package with errors.Is.
+type Client struct {
+	path string
+	http *http.Client
+}
+
+// Dial connects to the server at the Unix socket path and returns a client for it. ErrNotAnswering: the
+// socket is there, its owner is not.
+func Dial(ctx context.Context, path string) (*Client, error) {
+	if len(path) > maxSocketPath {
+		return nil, fmt.Errorf("connect to %s: the path has %d bytes, a socket's may have %d", path, len(path), maxSocketPath)
+	}
+	d := net.Dialer{Timeout: dialTimeout}
+	dial := func(ctx context.Context) (net.Conn, error) {
+		c, err := d.DialContext(ctx, "unix", path)
+		if errors.Is(err, unix.ECONNREFUSED) {
+			return nil, fmt.Errorf("connect to %s: %w", path, ErrNotAnswering)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("connect to %s: %w", path, cause(err))
+		}
+		return c, nil
+	}
+	c, err := dial(ctx)
+	if err != nil {
+		return nil, err
+	}
+	// The connection only told whether somebody is there; the transport makes its own.
+	_ = c.Close()
+	return &Client{path: path, http: &http.Client{
+		Transport: &http.Transport{
+			DialContext:     func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx) },
+			MaxIdleConns:    2,
+			IdleConnTimeout: idleTimeout / 2,
+		},
+	}}, nil
+}
+
+// cause takes off the layers of net and os that repeat the path.
+func cause(err error) error {
+	var errno unix.Errno
+	if errors.As(err, &errno) {
+		return errno
+	}
+	return err
+}
+
+// Path is the socket that the client talks to.
+func (c *Client) Path() string { return c.path }
+
+// Close drops idle connections. It is idempotent, and the client stays usable.
+func (c *Client) Close() error {
+	c.http.CloseIdleConnections()
+	return nil
+}
+
+// Backends lists the backends.
+func (c *Client) Backends(ctx context.Context) ([]Backend, error) {
+	var l BackendList
+	err := c.do(ctx, http.MethodGet, "/v1/backends", nil, &l)
+	return l.Backends, err
+}
+
+// Backend is one backend, or ErrUnknown.
+func (c *Client) Backend(ctx context.Context, name string) (Backend, error) {
+	var b Backend
+	err := c.do(ctx, http.MethodGet, "/v1/backends/"+url.PathEscape(name), nil, &b)
+	return b, err
+}
+
+// Stragglers lists at most n open connections, those that keep a drain open first.
+func (c *Client) Stragglers(ctx context.Context, name string, n int) ([]Straggler, error) {
+	var l StragglerList
+	err := c.do(ctx, http.MethodGet, "/v1/backends/"+url.PathEscape(name)+"/stragglers?n="+strconv.Itoa(n), nil, &l)
+	return l.Stragglers, err
+}
+
+// Drain begins a drain or joins the running one.
+func (c *Client) Drain(ctx context.Context, name string, r DrainRequest) (Drain, error) {
+	return c.act(ctx, name, "drain", r)
+}
+
+// Undrain takes the running drain back.
+func (c *Client) Undrain(ctx context.Context, name string, r UndrainRequest) (Drain, error) {
+	return c.act(ctx, name, "undrain", r)
+}
+
+// Extend moves the running drain's deadline later.
+func (c *Client) Extend(ctx context.Context, name string, r ExtendRequest) (Drain, error) {
+	return c.act(ctx, name, "extend", r)
+}
+
+// Cut ends the running drain's wait now.
+func (c *Client) Cut(ctx context.Context, name string, r CutRequest) (Drain, error) {
+	return c.act(ctx, name, "cut", r)
+}
+
+func (c *Client) act(ctx context.Context, name, verb string, r any) (Drain, error) {
+	var d Drain
+	err := c.do(ctx, http.MethodPost, "/v1/backends/"+url.PathEscape(name)+"/"+verb, r, &d)
+	return d, err
+}
+
+// Drains lists the running and the remembered drains, the newest first.
+func (c *Client) Drains(ctx context.Context) ([]Drain, error) {
+	var l DrainList
+	err := c.do(ctx, http.MethodGet, "/v1/drains", nil, &l)
+	return l.Drains, err
+}
+
+// DrainByID is one drain, or ErrUnknownDrain.
+func (c *Client) DrainByID(ctx context.Context, id string) (Drain, error) {
+	var d Drain
+	err := c.do(ctx, http.MethodGet, "/v1/drains/"+url.PathEscape(id), nil, &d)
+	return d, err
+}
+
+// Ready is nil if every backend takes new connections, else a *Problem that matches ErrNotReady.
+func (c *Client) Ready(ctx context.Context) error {
+	return c.do(ctx, http.MethodGet, "/readyz", nil, &Readiness{})
+}
+
+// Events yields the events from number from on (0: the oldest retained): those there are, and with follow
+// those to come until ctx is over or the server stops. An error is yielded once, last; the server's
+// orderly end is none. Where the log has lost events, an EventLost says so.
+func (c *Client) Events(ctx context.Context, from uint64, follow bool) iter.Seq2[Event, error] {
+	return func(yield func(Event, error) bool) {
+		q := url.Values{"from": {strconv.FormatUint(from, 10)}}
+		if follow {
+			q.Set("follow", "true")
+		}
+		resp, err := c.send(ctx, http.MethodGet, "/v1/events?"+q.Encode(), nil)
+		if err != nil {
+			yield(Event{}, err)
+			return
+		}
+		defer resp.Body.Close()
+		lines := bufio.NewScanner(resp.Body)
+		lines.Buffer(nil, maxEvent)
+		for lines.Scan() {
+			if len(bytes.TrimSpace(lines.Bytes())) == 0 {
+				continue // a sign of life
+			}
+			var ev Event
+			if err := json.Unmarshal(lines.Bytes(), &ev); err != nil {
+				yield(Event{}, fmt.Errorf("read an event from %s: %w", c.path, err))
+				return
+			}
+			if !yield(ev, nil) {
+				return
+			}
+		}
+		if err := lines.Err(); err != nil {
+			if ctx.Err() != nil {
+				err = context.Cause(ctx)
+			}
+			yield(Event{}, fmt.Errorf("read events from %s: %w", c.path, err))
+		}
+	}
+}
+
+// send makes a request and turns an answer that is not 2xx into its *Problem.
+func (c *Client) send(ctx context.Context, method, target string, body any) (*http.Response, error) {
+	var r io.Reader
+	if body != nil {
+		b, err := json.Marshal(body)
+		if err != nil {
+			return nil, fmt.Errorf("encode the request: %w", err)
+		}
+		r = bytes.NewReader(b)
+	}
+	// The host is not used: the transport dials the socket.
+	req, err := http.NewRequestWithContext(ctx, method, "http://ebb"+target, r)
+	if err != nil {
+		return nil, fmt.Errorf("make a request: %w", err)
+	}
+	if body != nil {
+		req.Header.Set("Content-Type", "application/json")
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		var ue *url.Error
+		if errors.As(err, &ue) {
+			err = ue.Err // the URL's host says nothing
+		}
+		if ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
+		return nil, fmt.Errorf("ask %s: %w", c.path, err)
+	}
+	if resp.StatusCode/100 == 2 {
+		return resp, nil
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(io.LimitReader(resp.Body, maxEvent))
+	if err != nil {
+		return nil, fmt.Errorf("read the answer of %s: %w", c.path, err)
+	}
+	p := &Problem{}
+	if err := json.Unmarshal(b, p); err != nil || p.Status == 0 {
+		p = &Problem{Type: "about:blank", Title: resp.Status, Status: resp.StatusCode}
+	}
+	return nil, p
+}
+
+func (c *Client) do(ctx context.Context, method, target string, body, answer any) error {
+	resp, err := c.send(ctx, method, target, body)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if err := json.NewDecoder(io.LimitReader(resp.Body, maxAnswer)).Decode(answer); err != nil {
+		return fmt.Errorf("read the answer of %s: %w", c.path, err)
+	}
+	return nil
+}
+
+// Found is one socket that Discover found: a client, or why there is none.
+type Found struct {
+	Path   string
+	Client *Client // nil if Err is not
+	Err    error   // ErrNotAnswering if its owner has died, fs.ErrPermission if it may not be asked
+}
+
+// Discover finds the sockets in the run directories: the node agent's and those of each `ebb run`. A socket
+// whose owner has died is in the result with its error. A directory that does not exist holds none.
+func Discover(ctx context.Context, dirs ...string) ([]Found, error) {
+	var (
+		found []Found
+		errs  []error
+	)
+	for _, dir := range dirs {
+		paths, err := sockets(dir)
+		if err != nil && !errors.Is(err, fs.ErrPermission) {
+			errs = append(errs, fmt.Errorf("look for sockets in %s: %w", dir, err))
+		}
+		for _, p := range paths {
+			c, err := Dial(ctx, p)
+			found = append(found, Found{Path: p, Client: c, Err: err})
+		}
+	}
+	return found, errors.Join(errs...)
+}

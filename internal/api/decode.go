@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package api
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"reflect"
+	"slices"
+	"strings"
+
+	"github.com/ebbproxy/ebb/drain"
+)
+
+// fieldError is a request whose member Field is wrong.
+type fieldError struct {
+	Field string
+	Msg   string
+	known []string
+}
+
+func (e *fieldError) Error() string {
+	if e.Field == "" {
+		return e.Msg
+	}
+	return fmt.Sprintf("%s: %s", e.Field, e.Msg)
+}
+
+// decodeRequest reads one JSON object into v, a pointer to a struct of scalars. Stricter than
+// encoding/json: a member that the struct does not have, one that differs in case, one given twice, null,
+// and anything after the object are refused, naming the member. Nothing at all is the empty object.
+func decodeRequest(r io.Reader, v any) error {
+	body, err := io.ReadAll(r)
+	if err != nil {
+		return fmt.Errorf("read the request: %w", err)
+	}
+	if len(bytes.TrimSpace(body)) == 0 {
+		return nil
+	}
+	fields := requestFields(v)
+	dec := json.NewDecoder(bytes.NewReader(body))
+	if tok, err := dec.Token(); err != nil || tok != json.Delim('{') {
+		return &fieldError{Msg: "the request is not a JSON object"}
+	}
+	seen := make(map[string]bool)
+	for dec.More() {
+		tok, err := dec.Token()
+		if err != nil {
+			return &fieldError{Msg: "the request is not valid JSON: " + err.Error()}
+		}
+		name, ok := tok.(string)
+		if !ok {
+			return &fieldError{Msg: "the request is not a JSON object"}
+		}
+		var raw json.RawMessage
+		if err := dec.Decode(&raw); err != nil {
+			return &fieldError{Field: name, Msg: "is not valid JSON: " + err.Error()}
+		}
+		f, ok := fields[name]
+		if !ok {
+			return unknownField(name, fields)
+		}
+		if seen[name] {
+			return &fieldError{Field: name, Msg: "is given twice"}
+		}
+		seen[name] = true
+		if string(raw) == "null" {
+			return &fieldError{Field: name, Msg: "is null; leave it out for the default"}
+		}
+		if err := json.Unmarshal(raw, f.Addr().Interface()); err != nil {
+			return &fieldError{Field: name, Msg: wrongValue(err, f.Type())}
+		}
+	}
+	if _, err := dec.Token(); err != nil {
+		return &fieldError{Msg: "the request is not valid JSON: it ends too early"}
+	}
+	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
+		return &fieldError{Msg: "something follows the JSON object"}
+	}
+	return nil
+}
+
+// requestFields maps the JSON names of a struct to its fields.
+func requestFields(v any) map[string]reflect.Value {
+	rv := reflect.ValueOf(v).Elem()
+	out := make(map[string]reflect.Value, rv.NumField())
+	for i := range rv.NumField() {
+		if name := jsonName(rv.Type().Field(i)); name != "" {
+			out[name] = rv.Field(i)
+		}
+	}
+	return out
+}
+
+// jsonName is the name of a field in JSON; empty if it is not part of it.
+func jsonName(f reflect.StructField) string {
+	name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+	if name == "-" || !f.IsExported() {
+		return ""
+	}
+	return name
+}
+
+func unknownField(name string, fields map[string]reflect.Value) error {
+	known := make([]string, 0, len(fields))
+	for k := range fields {
+		known = append(known, k)
+	}
+	slices.Sort(known)
+	msg := "is not a member of this request; it has " + strings.Join(known, ", ")
+	return &fieldError{Field: name, Msg: msg, known: known}
+}
+
+// wrongValue says what is wrong with a member's value in words of JSON, not of Go.
+func wrongValue(err error, t reflect.Type) string {
+	var te *json.UnmarshalTypeError
+	if !errors.As(err, &te) {
+		return err.Error()
+	}
+	for t.Kind() == reflect.Pointer {
+		t = t.Elem()
+	}
+	want := "a string"
+	switch {
+	case t == reflect.TypeFor[Duration]():
+		want = `a duration such as "25s" or "1m30s"`
+	case t.Kind() == reflect.Uint64:
+		want = "a whole number, not negative"
+	}
+	return fmt.Sprintf("is %s, want %s", te.Value, want)
+}
+
+// maxReason bounds what is written into journal, log and events.
+const maxReason = 1024
+
+func checkReason(s string) error {
+	if len(s) > maxReason {
+		return &fieldError{Field: "reason", Msg: fmt.Sprintf("has %d bytes, at most %d fit", len(s), maxReason)}
+	}
+	return nil
+}
+
+// check refuses what no backend could do.
+func (r *DrainRequest) check() error {
+	if r.Grace != nil && *r.Grace <= 0 {
+		return &fieldError{Field: "grace", Msg: fmt.Sprintf("%s is not greater than 0", *r.Grace)}
+	}
+	if err := CheckOnNew(r.OnNew); r.OnNew != "" && err != nil {
+		return &fieldError{Field: "on_new", Msg: err.Error()}
+	}
+	if err := CheckOnDeadline(r.OnDeadline); r.OnDeadline != "" && err != nil {
+		return &fieldError{Field: "on_deadline", Msg: err.Error()}
+	}
+	return checkReason(r.Reason)
+}
+
+func (r *UndrainRequest) check() error { return checkReason(r.Reason) }
+func (r *CutRequest) check() error     { return checkReason(r.Reason) }
+
+func (r *ExtendRequest) check() error {
+	if r.Extra <= 0 {
+		return &fieldError{Field: "by", Msg: `is required: how much later, a duration greater than 0 such as "30s"`}
+	}
+	return checkReason(r.Reason)
+}
+
+// CheckOnNew refuses a value of on_new that does not exist, or that this version does not have yet.
+func CheckOnNew(v drain.OnNew) error {
+	switch v {
+	case drain.OnNewAuto, drain.OnNewAdmit, drain.OnNewRefuse:
+		return nil
+	case drain.OnNewSteer, drain.OnNewRelay, drain.OnNewHold:
+		return fmt.Errorf("%s is not available in this version; use admit or refuse", v)
+	}
+	return fmt.Errorf("%q is none of auto, admit, refuse", string(v))
+}
+
+// CheckOnDeadline refuses a value of on_deadline that does not exist.
+func CheckOnDeadline(v drain.OnDeadline) error {
+	switch v {
+	case drain.OnDeadlineCut, drain.OnDeadlineReset, drain.OnDeadlineLeave:
+		return nil
+	}
+	return fmt.Errorf("%q is none of cut, reset, leave", string(v))
+}

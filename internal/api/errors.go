@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package api
+
+import "errors"
+
+// Sentinels that a [Source] wraps and a [Client] returns. The text of the wrapping error is what the
+// caller reads as the problem's detail, so it says what to do.
+var (
+	// ErrUnknown: no backend of that name. 404; the problem lists those that exist.
+	ErrUnknown = errors.New("unknown backend")
+	// ErrUnknownDrain: no drain of that id is running or remembered. 404.
+	ErrUnknownDrain = errors.New("unknown drain")
+	// ErrStale: the request names a generation that is over. Nothing was done. 409.
+	ErrStale = errors.New("stale generation")
+	// ErrNotDraining: undrain, extend or cut of a backend that is not draining. 409.
+	ErrNotDraining = errors.New("backend is not draining")
+	// ErrFlushing: undrain after the flush has begun. 409.
+	ErrFlushing = errors.New("flush has begun")
+	// ErrNotPossible: the request is well formed, but this backend, budget, kernel or version cannot do
+	// it: a budget that does not fit, refuse without a datapath, an extension beyond the cap. 422.
+	ErrNotPossible = errors.New("not possible")
+	// ErrNotReady: what Ready and BackendReady wrap while a backend drains. 503.
+	ErrNotReady = errors.New("not ready")
+
+	// ErrInUse: another process answers on the socket.
+	ErrInUse = errors.New("socket is in use")
+	// ErrNotAnswering: a socket file exists, but nobody accepts on it: its owner has died.
+	ErrNotAnswering = errors.New("not answering")
+	// ErrUnsafeDir: a directory for sockets that another user owns or can write to.
+	ErrUnsafeDir = errors.New("unsafe directory")
+	// ErrLogClosed: the event log's owner has stopped and everything retained has been read.
+	ErrLogClosed = errors.New("event log closed")
+)
+
+// problemType is the namespace of the problem types: a tag URI (RFC 4151), which identifies and is not
+// meant to be fetched (RFC 9457 section 3.1.1).
+const problemType = "tag:github.com,2026:ebbproxy/ebb:"
+
+// problemKinds ties each sentinel that crosses the wire to its problem type and status.
+var problemKinds = []problemKind{
+	{ErrUnknown, "unknown-backend", 404},
+	{ErrUnknownDrain, "unknown-drain", 404},
+	{ErrStale, "stale-generation", 409},
+	{ErrNotDraining, "not-draining", 409},
+	{ErrFlushing, "flush-has-begun", 409},
+	{ErrNotPossible, "not-possible", 422},
+	{ErrNotReady, "not-ready", 503},
+}
+
+type problemKind struct {
+	sentinel error
+	name     string
+	status   int
+}
