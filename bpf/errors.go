@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"errors"
+	"fmt"
+)
+
+var (
+	// ErrNotInstalled means that the directory holds no installation.
+	ErrNotInstalled = errors.New("ebb is not installed in the kernel")
+	// ErrLayout means that another version's installation is in the directory.
+	ErrLayout = errors.New("another version of ebb is installed: finish its drains and run `ebb cleanup`, or use that version")
+	// ErrTaken means that another backend has the address, process or cgroup. The error is a
+	// *TakenError, which names that backend.
+	ErrTaken = errors.New("belongs to another backend")
+	// ErrMPTCP means that an MPTCP listener cannot be steered to: no socket map takes it.
+	ErrMPTCP = errors.New("is an MPTCP listener, which cannot be steered to")
+	// ErrAdoptMPTCP means that MPTCP sockets that existed before the installation are not counted:
+	// no kernel helper takes their subflow from a file. Later ones are counted like all others.
+	ErrAdoptMPTCP = errors.New("are MPTCP sockets, which can be counted only from their creation on")
+	// ErrForeignNamespace means that a socket is in another network namespace than the rule. The
+	// kernel does not check that, and connections steered there disappear.
+	ErrForeignNamespace = errors.New("is in another network namespace")
+	// ErrNotSupported means that this kernel lacks the feature; Probe says which and what to do.
+	ErrNotSupported = errors.New("this kernel does not support it")
+	// ErrNoRule means that the address has no admission yet.
+	ErrNoRule = errors.New("no admission for this address")
+	// ErrInUse means that a listener still has connections or listens.
+	ErrInUse = errors.New("is still in use")
+)
+
+// TakenError says whose something is. It wraps ErrTaken.
+type TakenError struct {
+	What    string // an address, "process 12" or "cgroup 34"
+	Backend uint64 // the one that has it
+}
+
+// Error names what is taken.
+func (e *TakenError) Error() string { return fmt.Sprintf("%s %v (%d)", e.What, ErrTaken, e.Backend) }
+
+// Unwrap returns ErrTaken.
+func (e *TakenError) Unwrap() error { return ErrTaken }

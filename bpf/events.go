@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/ringbuf"
+)
+
+// ringBytes holds about 900 events; a full ring loses events, which are hints.
+const ringBytes = 64 << 10
+
+// EventType says what happened to a listener.
+type EventType uint32
+
+// The types of events.
+const (
+	EventListen EventType = iota + 1 // a listener of the backend appeared
+	EventZero                        // it has no open connection left, or none in flight, during a drain
+	EventClosed                      // it closed
+)
+
+// Event is a hint that a level has changed: read the level.
+type Event struct {
+	Type         EventType
+	Backend, Gen uint64
+	Cookie       uint64        // the listener's
+	Time         time.Duration // boot clock
+	Open         int64         // open and ending connections of that listener
+}
+
+// EventReader reads the events of one backend. Read and Close may be called concurrently.
+type EventReader struct {
+	ring *ebpf.Map
+	rd   *ringbuf.Reader
+}
+
+// Events opens the events of a backend, for its one owner. What came while the backend had no owner is
+// read first. Without an opened ring the kernel sends nothing.
+func (h *Host) Events(backend uint64) (*EventReader, error) {
+	var ring *ebpf.Map
+	err := h.maps.Events.Lookup(backend, &ring)
+	if errors.Is(err, ebpf.ErrKeyNotExist) {
+		size := max(ringBytes, os.Getpagesize()) // the kernel wants a multiple of the page size
+		ring, err = ebpf.NewMap(&ebpf.MapSpec{Name: "ebb_ring", Type: ebpf.RingBuf, MaxEntries: uint32(size)})
+		if err != nil {
+			return nil, fmt.Errorf("create ring of backend %d: %w", backend, err)
+		}
+		if err := h.maps.Events.Put(backend, ring); err != nil {
+			return nil, errors.Join(fmt.Errorf("install ring of backend %d: %w", backend, err), ring.Close())
+		}
+	} else if err != nil {
+		return nil, fmt.Errorf("open ring of backend %d: %w", backend, err)
+	}
+	rd, err := ringbuf.NewReader(ring)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("read ring of backend %d: %w", backend, err), ring.Close())
+	}
+	return &EventReader{ring: ring, rd: rd}, nil
+}
+
+// Read blocks until there is an event. After Close it returns an error that wraps os.ErrClosed.
+func (r *EventReader) Read() (Event, error) {
+	rec, err := r.rd.Read()
+	if err != nil {
+		return Event{}, fmt.Errorf("read event: %w", err)
+	}
+	var k censusEvent
+	if _, err := binary.Decode(rec.RawSample, binary.NativeEndian, &k); err != nil {
+		return Event{}, fmt.Errorf("decode event: %w", err)
+	}
+	return Event{
+		Type: EventType(k.Type), Backend: k.Backend, Gen: k.Gen, Cookie: k.Cookie,
+		Time: time.Duration(k.Time), Open: k.Open,
+	}, nil
+}
+
+// Close unblocks Read. The ring stays, so that a successor reads what comes meanwhile. It is idempotent.
+func (r *EventReader) Close() error { return errors.Join(r.rd.Close(), r.ring.Close()) }

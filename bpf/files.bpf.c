@@ -1,0 +1,259 @@
+//go:build ignore
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
+/*
+ * Readers that walk the open files of one process, and the tasks. They touch only sockets that a
+ * process holds, so neither the established table nor a request socket is ever walked.
+ *
+ * Each runs once per read() of its iterator; a record that did not fit is shown again, so a program
+ * may run twice for one file and must not mind.
+ */
+#include "census.h"
+
+char _license[] SEC("license") = "GPL";
+
+/* Keep the types in the object, for the Go side. */
+const struct file_record *file_record_layout __attribute__((unused));
+const struct task_record *task_record_layout __attribute__((unused));
+
+/* [0]: what the walk is for. Private to the process that loaded the reader. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct walk_order);
+} walk SEC(".maps");
+
+/* [0]: what the walk did. Private. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct walk_result);
+} walked SEC(".maps");
+
+/* namespace and port → tag for connections to adopt. Private. Full: the adoption is refused. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1024);
+	__type(key, struct port_key);
+	__type(value, struct tag);
+} adopting SEC(".maps");
+
+/* The TCP or MPTCP socket behind a file, and its protocol. */
+static __always_inline struct sock *socket_of(struct file *file, __u16 *protocol)
+{
+	struct socket *sock = bpf_sock_from_file(file);
+	struct sock *sk;
+	__u16 family;
+
+	if (!sock)
+		return NULL;
+	sk = sock->sk;
+	if (!sk)
+		return NULL;
+	*protocol = sk->sk_protocol;
+	family = sk->__sk_common.skc_family;
+	if (family != AF_INET && family != AF_INET6)
+		return NULL;
+	if (*protocol != IPPROTO_TCP && *protocol != IPPROTO_MPTCP)
+		return NULL;
+	return sk;
+}
+
+SEC("iter/task_file")
+int files(struct bpf_iter__task_file *ctx)
+{
+	struct task_struct *task = ctx->task;
+	struct file *file = ctx->file;
+	struct file_record r = {};
+	struct in6_addr v6 = {};
+	__u32 zero = 0, fd = ctx->fd;
+	struct tcp_sock *tp;
+	struct walk_order *w;
+	struct sock *sk;
+	struct tag *t;
+	__u8 family;
+
+	if (!task || !file)
+		return 0;
+	r.tgid = task->tgid;
+	w = bpf_map_lookup_elem(&walk, &zero);
+	if (w && w->tgid && w->tgid != r.tgid)
+		return 0;
+	sk = socket_of(file, &r.protocol);
+	if (!sk)
+		return 0;
+	if (r.protocol == IPPROTO_MPTCP) {
+		/* The subflow is a plain address to the verifier: it can be read, not passed on. */
+		if (!bpf_core_type_exists(struct mptcp_sock))
+			return 0;
+		sk = BPF_CORE_READ((struct mptcp_sock *)sk, first);
+		if (!sk)
+			return 0;
+		r.cookie = BPF_CORE_READ(sk, __sk_common.skc_cookie.counter);
+	} else {
+		t = bpf_sk_storage_get(&tags, sk, NULL, 0);
+		if (t) {
+			r.tagged = 1;
+			r.tag = *t;
+		}
+		r.cookie = bpf_get_socket_cookie(sk);
+	}
+	r.fd = fd;
+	r.inode = BPF_CORE_READ(file, f_inode, i_ino);
+	local_address(sk, &r.local);
+	r.state = BPF_CORE_READ(sk, __sk_common.skc_state);
+	r.shutdown = BPF_CORE_READ_BITFIELD_PROBED(sk, sk_shutdown);
+	r.v6only = BPF_CORE_READ_BITFIELD_PROBED(sk, __sk_common.skc_ipv6only);
+	r.remote_port = bpf_ntohs(BPF_CORE_READ(sk, __sk_common.skc_dport));
+	family = BPF_CORE_READ(sk, __sk_common.skc_family);
+	if (family == AF_INET6)
+		BPF_CORE_READ_INTO(&v6, sk, __sk_common.skc_v6_daddr);
+	set_address(sk, family, &v6, BPF_CORE_READ(sk, __sk_common.skc_daddr), r.remote, &family);
+
+	tp = (struct tcp_sock *)sk;
+	r.now = bpf_jiffies64();
+	r.lsndtime = BPF_CORE_READ(tp, lsndtime);
+	r.lrcvtime = BPF_CORE_READ(tp, inet_conn.icsk_ack.lrcvtime);
+	r.rcv_tstamp = BPF_CORE_READ(tp, rcv_tstamp);
+	r.rcv_nxt = BPF_CORE_READ(tp, rcv_nxt);
+	r.copied_seq = BPF_CORE_READ(tp, copied_seq);
+	r.snd_una = BPF_CORE_READ(tp, snd_una);
+	r.snd_nxt = BPF_CORE_READ(tp, snd_nxt);
+	r.write_seq = BPF_CORE_READ(tp, write_seq);
+	r.snd_wl1 = BPF_CORE_READ(tp, snd_wl1);
+	r.snd_wnd = BPF_CORE_READ(tp, snd_wnd);
+	r.rcv_wup = BPF_CORE_READ(tp, rcv_wup);
+	r.data_segs_in = BPF_CORE_READ(tp, data_segs_in);
+	r.data_segs_out = BPF_CORE_READ(tp, data_segs_out);
+	r.bytes_received = BPF_CORE_READ(tp, bytes_received);
+	r.bytes_acked = BPF_CORE_READ(tp, bytes_acked);
+	r.bytes_sent = BPF_CORE_READ(tp, bytes_sent);
+	r.ack_backlog = BPF_CORE_READ(sk, sk_ack_backlog);
+	r.max_ack_backlog = BPF_CORE_READ(sk, sk_max_ack_backlog);
+	bpf_seq_write(ctx->meta->seq, &r, sizeof(r));
+	return 0;
+}
+
+/*
+ * Takes in what existed before the hooks were attached. They run beside it on other CPUs:
+ *  - a hook that closes a socket between our tag and our look leaves DONE, and our step fails;
+ *  - the hooks run before the state is stored, so one that came just before our tag is seen by
+ *    looking again, in this walk or the next one; the file is held, so its owner cannot close it.
+ * sock_ops' flag is not armed here: setting a socket option needs the socket's lock. The tracepoint
+ * and the next callback of another kind drive an adopted socket.
+ */
+SEC("iter/task_file")
+int adopt(struct bpf_iter__task_file *ctx)
+{
+	struct task_struct *task = ctx->task;
+	struct file *file = ctx->file;
+	struct tag init = {}, *to, *t;
+	struct port_key key = {};
+	struct address a = {};
+	__u32 zero = 0, tgid;
+	struct walk_result *done;
+	struct count *c;
+	struct walk_order *w;
+	struct sock *sk;
+	__u64 cookie;
+	__u16 protocol;
+	__u8 flags = 0, st;
+
+	if (!task || !file)
+		return 0;
+	tgid = task->tgid;
+	w = bpf_map_lookup_elem(&walk, &zero);
+	done = bpf_map_lookup_elem(&walked, &zero);
+	if (!w || !done || (w->tgid && w->tgid != tgid))
+		return 0;
+	sk = socket_of(file, &protocol);
+	if (!sk)
+		return 0;
+	if (protocol == IPPROTO_MPTCP) {
+		done->mptcp++; /* no helper takes its subflow from here */
+		return 0;
+	}
+	st = BPF_CORE_READ(sk, __sk_common.skc_state);
+	local_address(sk, &a);
+	t = bpf_sk_storage_get(&tags, sk, NULL, 0);
+
+	if (!w->conns) {
+		if (st != TCP_LISTEN || a.port == 0 || t)
+			return 0;
+		if (!wanted(&w->target, &a, &flags))
+			return 0;
+		cookie = bpf_get_socket_cookie(sk);
+		if (!tag_listener(sk, sk, cookie, &a, w->target.backend, w->target.gen, flags, BY_ADOPT,
+				  true))
+			return 0;
+		done->listeners++;
+		if (BPF_CORE_READ(sk, __sk_common.skc_state) != TCP_LISTEN) {
+			t = bpf_sk_storage_get(&tags, sk, NULL, 0);
+			if (t)
+				listener_closed(t, true);
+		}
+		return 0;
+	}
+
+	if (st == TCP_LISTEN)
+		return 0;
+	if (!t) {
+		key.netns = a.netns;
+		key.port = a.port;
+		to = bpf_map_lookup_elem(&adopting, &key);
+		if (!to || tag_state(st) == TAG_NEW || tag_state(st) == TAG_DONE)
+			return 0;
+		init.backend = to->backend;
+		init.gen = to->gen;
+		init.cookie = to->cookie;
+		init.flags = to->flags;
+		t = bpf_sk_storage_get(&tags, sk, &init, SK_STORAGE_CREATE);
+		if (!t) {
+			failed(ERROR_TAGS_NOMEM);
+			return 0;
+		}
+		st = BPF_CORE_READ(sk, __sk_common.skc_state);
+		if (step(t, tag_state(st), BY_ADOPT, true))
+			done->conns++;
+	}
+	/* Whoever tagged it: a state that no hook has shown is caught up with here. */
+	st = BPF_CORE_READ(sk, __sk_common.skc_state);
+	if (t->backend != w->target.backend || t->st >= tag_state(st))
+		return 0;
+	if (t->st >= TAG_OPEN) {
+		done->healed++;
+		cookie = t->cookie;
+		c = bpf_map_lookup_elem(&counts, &cookie);
+		if (c)
+			__sync_fetch_and_add(&c->healed, 1);
+		step(t, tag_state(st), BY_ADOPT, true);
+	} else if (step(t, tag_state(st), BY_ADOPT, true)) {
+		done->conns++;
+	}
+	return 0;
+}
+
+/* For each process of the reader's pid namespace: its global id, its start, and whether it reads. */
+SEC("iter/task")
+int tasks(struct bpf_iter__task *ctx)
+{
+	struct task_struct *self = (void *)bpf_get_current_task(), *task = ctx->task;
+	struct task_record r = {};
+	struct pid *pid;
+	__u32 level;
+
+	if (!task || task->pid != task->tgid)
+		return 0;
+	r.tgid = task->tgid;
+	r.start = BPF_CORE_READ(task, start_boottime);
+	r.self = r.tgid == BPF_CORE_READ(self, tgid);
+	level = BPF_CORE_READ(self, thread_pid, level);
+	pid = BPF_CORE_READ(task, thread_pid);
+	bpf_probe_read_kernel(&r.local, sizeof(r.local),
+			      (void *)pid + bpf_core_field_offset(struct pid, numbers) +
+				      level * bpf_core_type_size(struct upid) +
+				      bpf_core_field_offset(struct upid, nr));
+	bpf_seq_write(ctx->meta->seq, &r, sizeof(r));
+	return 0;
+}
