@@ -206,8 +206,10 @@ type CutReport struct {
 }
 
 // World is all that a drain does to the outside. A Machine calls it; nothing else in this package
-// does I/O. Methods are called one at a time except Flush, Look, Retire, Settled and Cut, of which one
-// each may run beside the others in a goroutine of the machine; a context ends when its slice does.
+// does I/O. Journal, SetReady, OpenAdmission and Emit are called one at a time by the goroutine that
+// owns the machine, and it answers nobody meanwhile. Of the others one call each may run beside the
+// rest, in a goroutine of the machine; a context ends when its slice does, with ErrSlice or ErrOver as
+// its cause, and the call must return soon after.
 type World interface {
 	// Journal makes the record durable before it returns.
 	Journal(Record) error
@@ -270,6 +272,8 @@ type Record struct {
 	// wall clock moves and which a restarted process can compare with its own.
 	BegunBoot    int64       `json:"begun_boot_ns"`
 	DeadlineBoot int64       `json:"deadline_boot_ns"`
+	FlushBoot    int64       `json:"flush_boot_ns,omitempty"` // when the flush is due at the latest
+	CutBoot      int64       `json:"cut_boot_ns,omitempty"`   // when on_deadline acts
 	Policy       Policy      `json:"policy"`
 	Reached      Phase       `json:"reached,omitempty"`
 	FlushReason  FlushReason `json:"flush_reason,omitempty"`
