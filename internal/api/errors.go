@@ -2,7 +2,12 @@
 
 package api
 
-import "errors"
+import (
+	"errors"
+	"slices"
+
+	"github.com/ebbproxy/ebb/drain"
+)
 
 // Sentinels that a [Source] wraps and a [Client] returns. The text of the wrapping error is what the
 // caller reads as the problem's detail, so it says what to do.
@@ -37,19 +42,25 @@ var (
 // meant to be fetched (RFC 9457 section 3.1.1).
 const problemType = "tag:github.com,2026:ebbproxy/ebb:"
 
-// problemKinds ties each sentinel that crosses the wire to its problem type and status.
+// problemKinds ties what crosses the wire to its problem type and status. The first sentinel of a kind is
+// the one that a client sees; a Source may as well return the state machine's own.
 var problemKinds = []problemKind{
-	{ErrUnknown, "unknown-backend", 404},
-	{ErrUnknownDrain, "unknown-drain", 404},
-	{ErrStale, "stale-generation", 409},
-	{ErrNotDraining, "not-draining", 409},
-	{ErrFlushing, "flush-has-begun", 409},
-	{ErrNotPossible, "not-possible", 422},
-	{ErrNotReady, "not-ready", 503},
+	{"unknown-backend", 404, []error{ErrUnknown}},
+	{"unknown-drain", 404, []error{ErrUnknownDrain}},
+	{"stale-generation", 409, []error{ErrStale, drain.ErrStale}},
+	{"not-draining", 409, []error{ErrNotDraining, drain.ErrNotDraining}},
+	{"flush-has-begun", 409, []error{ErrFlushing, drain.ErrFlushing}},
+	{"not-possible", 422, []error{ErrNotPossible, drain.ErrPolicy, drain.ErrLimit, drain.ErrOff}},
+	{"not-ready", 503, []error{ErrNotReady}},
 }
 
 type problemKind struct {
-	sentinel error
-	name     string
-	status   int
+	name      string
+	status    int
+	sentinels []error
+}
+
+// matches says whether err is of this kind.
+func (k problemKind) matches(err error) bool {
+	return slices.ContainsFunc(k.sentinels, func(s error) bool { return errors.Is(err, s) })
 }

@@ -608,9 +608,9 @@ func (s *Server) problem(ctx context.Context, err error) *Problem {
 		return &Problem{Title: "forbidden", Status: http.StatusForbidden, Detail: err.Error()}
 	}
 	for _, k := range problemKinds {
-		if errors.Is(err, k.sentinel) {
-			p := &Problem{Type: problemType + k.name, Title: k.sentinel.Error(), Status: k.status, Detail: err.Error()}
-			if k.sentinel == ErrUnknown {
+		if k.matches(err) {
+			p := &Problem{Type: problemType + k.name, Title: k.sentinels[0].Error(), Status: k.status, Detail: err.Error()}
+			if errors.Is(err, ErrUnknown) {
 				p.Known = []string{}
 				for _, b := range s.o.Source.Backends(ctx) {
 					p.Known = append(p.Known, b.Name)

@@ -5,6 +5,7 @@ package api
 import (
 	"encoding/json"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/ebbproxy/ebb/drain"
@@ -248,14 +249,7 @@ type Slices struct {
 }
 
 // FlushResult says how the flush ended.
-type FlushResult string
-
-// The results of a flush.
-const (
-	FlushOK      FlushResult = "ok"      // the application finished within its slice
-	FlushTimeout FlushResult = "timeout" // the slice ran out first
-	FlushFailed  FlushResult = "failed"  // it could not be delivered
-)
+type FlushResult = drain.FlushResult
 
 // Straggler is one open connection: a row of explain, a survivor of a drain.
 type Straggler struct {
@@ -389,7 +383,7 @@ func (p *Problem) Error() string {
 // Is matches the sentinel of the problem's type.
 func (p *Problem) Is(target error) bool {
 	for _, k := range problemKinds {
-		if target == k.sentinel {
+		if slices.Contains(k.sentinels, target) {
 			return p.Type == problemType+k.name
 		}
 	}
