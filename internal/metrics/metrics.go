@@ -28,6 +28,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	dto "github.com/prometheus/client_model/go"
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
@@ -83,10 +84,12 @@ var (
 	}
 	modes        = []drain.Mode{drain.ModeOff, drain.ModeObserve, drain.ModeEnforce}
 	reasons      = []drain.FlushReason{drain.FlushZero, drain.FlushDeadline}
-	flushResults = []api.FlushResult{api.FlushOK, api.FlushTimeout, api.FlushFailed}
-	cutMethods   = []CutMethod{CutShutdown, CutDestroy}
-	lateActions  = []LateAction{LateAdmit, LateRefuse}
-	lateResults  = []LateResult{LateOK, LateFailed}
+	flushResults = []drain.FlushResult{
+		drain.FlushOK, drain.FlushTimeout, drain.FlushFailed, drain.FlushUnknown, drain.FlushWould,
+	}
+	cutMethods  = []CutMethod{CutShutdown, CutDestroy}
+	lateActions = []LateAction{LateAdmit, LateRefuse}
+	lateResults = []LateResult{LateOK, LateFailed}
 )
 
 // durationBuckets reach from a flip (milliseconds) to the longest grace periods in use (an hour), in
@@ -205,13 +208,19 @@ func New(o Options) (*Metrics, error) {
 	return m, nil
 }
 
-// Gatherer is the registry, for a caller that has metrics of its own to merge.
-func (m *Metrics) Gatherer() prometheus.Gatherer { return m.registry }
+// Gather implements prometheus.Gatherer. The backends are looked at before the collectors run, since those
+// run side by side and all of them must agree on which series exist.
+func (m *Metrics) Gather() ([]*dto.MetricFamily, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), scrapeTimeout)
+	defer cancel()
+	m.look(m.o.Source.Backends(ctx))
+	return m.registry.Gather()
+}
 
 // Handler answers a scrape. A failure of one collector fails the scrape: half an answer would hide series
 // that a gate relies on.
 func (m *Metrics) Handler() http.Handler {
-	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{ErrorHandling: promhttp.HTTPErrorOnError})
+	return promhttp.HandlerFor(m, promhttp.HandlerOpts{ErrorHandling: promhttp.HTTPErrorOnError})
 }
 
 // Register makes every series of a service and a backend present, before the Source shows it. It is
@@ -298,7 +307,7 @@ func (m *Metrics) LateConnections(service string, action LateAction, result Late
 }
 
 // Flushed counts one flush that has ended.
-func (m *Metrics) Flushed(service string, reason drain.FlushReason, result api.FlushResult) {
+func (m *Metrics) Flushed(service string, reason drain.FlushReason, result drain.FlushResult) {
 	m.flushes.WithLabelValues(label(service), string(reason), string(result)).Inc()
 }
 
@@ -351,9 +360,6 @@ func (s *snapshot) Describe(ch chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (s *snapshot) Collect(ch chan<- prometheus.Metric) {
-	ctx, cancel := context.WithTimeout(context.Background(), scrapeTimeout)
-	defer cancel()
-	now := s.o.Source.Backends(ctx)
 	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
 		m, err := prometheus.NewConstMetric(d, prometheus.GaugeValue, v, labels...)
 		if err != nil {
@@ -362,7 +368,7 @@ func (s *snapshot) Collect(ch chan<- prometheus.Metric) {
 		ch <- m
 	}
 	modeOf := make(map[string]drain.Mode)
-	for _, e := range (*Metrics)(s).look(now) {
+	for _, e := range (*Metrics)(s).entries() {
 		b := e.last
 		for _, class := range api.Classes {
 			gauge(descConnections, count(b.Counts.Class(class), b.CountsKnown), b.Service, b.Name, class)
@@ -394,8 +400,8 @@ func (s *snapshot) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// look brings the entries up to date with what the Source shows and returns a copy of them.
-func (m *Metrics) look(now []api.Backend) []entry {
+// look brings the entries up to date with what the Source shows.
+func (m *Metrics) look(now []api.Backend) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	t := m.o.Now()
@@ -411,7 +417,6 @@ func (m *Metrics) look(now []api.Backend) []entry {
 		e.last, e.seen = b, true
 	}
 	live := make(map[string]bool)
-	out := make([]entry, 0, len(m.backends))
 	for k, e := range m.backends {
 		if !there[k] && e.seen {
 			if e.gone.IsZero() {
@@ -427,7 +432,6 @@ func (m *Metrics) look(now []api.Backend) []entry {
 			}
 		}
 		live[k.service] = true
-		out = append(out, *e)
 	}
 	for s := range m.services {
 		if !live[s] {
@@ -439,9 +443,16 @@ func (m *Metrics) look(now []api.Backend) []entry {
 			}
 		}
 	}
-	slices.SortFunc(out, func(a, b entry) int {
-		return strings.Compare(a.last.Service+"\x00"+a.last.Name, b.last.Service+"\x00"+b.last.Name)
-	})
+}
+
+// entries are copies of the entries.
+func (m *Metrics) entries() []entry {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	out := make([]entry, 0, len(m.backends))
+	for _, e := range m.backends {
+		out = append(out, *e)
+	}
 	return out
 }
 
