@@ -1,0 +1,515 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ebbproxy/ebb/bpf"
+	"github.com/ebbproxy/ebb/probes"
+)
+
+// kernelDatapath admits and counts in the kernel.
+type kernelDatapath struct {
+	host *bpf.Host
+	id   uint64
+	gen  uint64
+	rule bpf.BackendRule
+	w    bpf.Watch
+	log  *slog.Logger
+	why  []string
+
+	hintc  chan hint
+	events *bpf.EventReader
+	wg     sync.WaitGroup
+
+	mu     sync.Mutex
+	root   int
+	sps    []*space
+	taken  map[netip.AddrPort]error // addresses whose rule another backend has
+
+	missedBase uint64 // listeners that were missed before we came
+}
+
+// kernelOptions says what a kernel datapath is for.
+type kernelOptions struct {
+	BPF     bpf.Options
+	ID, Gen uint64
+	Enforce bool
+	Only    []uint16
+	Exclude []uint16
+	Adopt   bool // the backend is in the kernel already: keep its counts and rule
+	Log     *slog.Logger
+}
+
+// newKernelDatapath installs what the host lacks and registers the backend. Nothing is touched in the path of a
+// connection until refuse: an open backend without targets is SK_PASS.
+func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
+	host, err := bpf.Install(o.BPF)
+	if err != nil {
+		return nil, err
+	}
+	k := &kernelDatapath{
+		host: host, id: o.ID, gen: o.Gen, log: o.Log,
+		rule:  bpf.BackendRule{Action: bpf.ActionOpen, Enforce: o.Enforce, Gen: o.Gen},
+		w:     bpf.Watch{Backend: o.ID, Gen: o.Gen, Only: o.Only, Exclude: o.Exclude},
+		hintc: make(chan hint, 16), taken: map[netip.AddrPort]error{},
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, k.close(!o.Adopt))
+		}
+	}()
+	if old, ok, err := host.Backend(o.ID); err != nil {
+		return nil, err
+	} else if ok && o.Adopt {
+		k.rule = old
+	} else {
+		if ok { // left by an owner that died with its CMD
+			if err := host.RemoveBackend(o.ID); err != nil {
+				return nil, err
+			}
+		}
+		if err := host.SetBackend(o.ID, k.rule); err != nil {
+			return nil, err
+		}
+	}
+	ns, err := os.Open("/proc/thread-self/ns/net")
+	if err != nil {
+		return nil, fmt.Errorf("open network namespace: %w", err)
+	}
+	defer ns.Close()
+	if err := k.addSpace(int(ns.Fd()), true); err != nil {
+		return nil, err
+	}
+	if !host.Guarded() {
+		k.why = append(k.why, "counts rest on one hook alone on this kernel: another sock_ops program that overwrites callback flags would make them too high")
+	}
+	if k.events, err = host.Events(o.ID); err != nil {
+		return nil, err
+	}
+	k.wg.Go(k.read)
+	if k.missedBase, err = k.missed(); err != nil {
+		return nil, err
+	}
+	// Everything that descends from us is CMD's: as a subreaper we are an ancestor of what CMD orphans too. CMD itself
+	// is watched as well, for the time when we are gone.
+	tgid, start, err := bpf.Self()
+	if err != nil {
+		return nil, err
+	}
+	w := k.w
+	w.NotSelf = true
+	if err := host.WatchProcess(tgid, start, w); err != nil {
+		return nil, err
+	}
+	return k, nil
+}
+
+// addSpace takes a network namespace in: the admission program is linked there.
+func (k *kernelDatapath) addSpace(fd int, own bool) error {
+	ns, err := k.host.AttachNetNS(fd)
+	if err != nil {
+		return err
+	}
+	sp := &space{id: ns.ID, fd: -1}
+	o := probes.DiagOptions{NetNS: -1, TagMapFD: k.host.TagMapFD()}
+	if !own {
+		if sp.fd, err = dupFD(fd); err != nil {
+			return err
+		}
+		o.NetNS = sp.fd
+	}
+	if sp.diag, err = probes.OpenDiag(o); err != nil {
+		return err
+	}
+	k.mu.Lock()
+	k.sps = append(k.sps, sp)
+	k.mu.Unlock()
+	return nil
+}
+
+// space returns the namespace of that id, looking for it among the processes of the tree if it is new: CMD may have
+// moved into one of its own.
+func (k *kernelDatapath) space(id uint64) (*space, error) {
+	k.mu.Lock()
+	root := k.root
+	for _, sp := range k.sps {
+		if sp.id == id {
+			k.mu.Unlock()
+			return sp, nil
+		}
+	}
+	k.mu.Unlock()
+	tree, err := probes.Tree(root)
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range tree {
+		f, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", p.PID))
+		if err != nil {
+			continue // it has exited, or is another user's
+		}
+		got, err := bpf.NetNSID(int(f.Fd()))
+		if err == nil && got == id {
+			err = k.addSpace(int(f.Fd()), false)
+			f.Close()
+			if err != nil {
+				return nil, err
+			}
+			return k.space(id)
+		}
+		f.Close()
+	}
+	return nil, fmt.Errorf("network namespace %d of a listener has no living process of this backend", id)
+}
+
+func (k *kernelDatapath) read() {
+	for {
+		e, err := k.events.Read()
+		if errors.Is(err, os.ErrClosed) {
+			return
+		}
+		if err != nil {
+			k.log.Warn("read kernel events", "err", err)
+			return
+		}
+		h := hintListeners
+		if e.Type == bpf.EventZero {
+			h = hintZero
+		}
+		select {
+		case k.hintc <- h:
+		default: // a full channel already holds what makes the reader look
+		}
+	}
+}
+
+func (k *kernelDatapath) name() string       { return "bpf" }
+func (k *kernelDatapath) guarded() bool      { return k.host.HasAdmission() }
+func (k *kernelDatapath) hints() <-chan hint { return k.hintc }
+
+func (k *kernelDatapath) warnings() []string {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	why := append([]string(nil), k.why...)
+	for _, err := range k.taken {
+		why = append(why, err.Error())
+	}
+	return why
+}
+
+func (k *kernelDatapath) spaces() []*space {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return append([]*space(nil), k.sps...)
+}
+
+func (k *kernelDatapath) watch(_ context.Context, pid int) error {
+	k.mu.Lock()
+	k.root = pid
+	k.mu.Unlock()
+	tgid, start, err := bpf.TaskID(pid)
+	if err != nil {
+		return err
+	}
+	if err := k.host.WatchProcess(tgid, start, k.w); err != nil {
+		return err
+	}
+	return k.adopt(pid)
+}
+
+// adopt takes in listeners and connections that were there before the watch: inherited sockets, or all of a CMD that
+// an earlier owner started. It repeats until a pass finds nothing new.
+func (k *kernelDatapath) adopt(pid int) error {
+	for range 8 {
+		tree, err := probes.Tree(pid)
+		if err != nil {
+			return err
+		}
+		ls, conns, err := k.host.Adopt(pidsOf(tree), bpf.AdoptTarget{Backend: k.id, Gen: k.gen, Only: k.w.Only, Exclude: k.w.Exclude})
+		if errors.Is(err, bpf.ErrNotSupported) {
+			k.mu.Lock()
+			k.why = append(k.why, "sockets that were open before the watch cannot be adopted on this kernel")
+			k.mu.Unlock()
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if ls+conns == 0 {
+			return nil
+		}
+	}
+	return nil
+}
+
+func (k *kernelDatapath) listeners(context.Context) ([]listener, bool, error) {
+	cs, err := k.host.Counts(k.id)
+	if err != nil {
+		return nil, false, err
+	}
+	ls := make([]listener, 0, len(cs))
+	known := true
+	for _, c := range cs {
+		if c.Open < 0 || c.Ending < 0 || c.Closing < 0 {
+			known = false // a count below zero is no count
+		}
+		ls = append(ls, listener{
+			cookie: c.Cookie, addr: c.Address.AddrPort, v6only: c.V6Only, mptcp: c.MPTCP, netns: c.Address.NetNS, live: c.Listening,
+			open: c.Open, ending: c.Ending, closing: c.Closing, total: c.Total,
+		})
+	}
+	missed, err := k.missed()
+	if err != nil {
+		return ls, false, err
+	}
+	return ls, known && missed == k.missedBase, nil
+}
+
+// missed counts the listeners of this host that found a map full, and so are in no list at all. Whose they were cannot
+// be told, so growth makes every count unknown.
+func (k *kernelDatapath) missed() (uint64, error) {
+	errs, err := k.host.Errors()
+	return errs["counts_full"] + errs["tags_nomem"], err
+}
+
+// sampleOf is what the classes need of a socket as the kernel's own structures show it.
+func sampleOf(f bpf.File) probes.Sample {
+	s := probes.Sample{
+		PID: f.PID, FD: f.FD, Inode: f.Inode, Cookie: f.Cookie, Listener: f.Tag.Cookie, State: f.State, Local: f.Local, Remote: f.Remote,
+		Unread: f.RcvNxt - f.CopiedSeq, Unacked: f.SndNxt - f.SndUna, Unsent: f.WriteSeq - f.SndNxt,
+		BytesReceived: f.BytesReceived, BytesSent: f.BytesSent, BytesAcked: f.BytesAcked, DataSegsIn: f.DataSegsIn, DataSegsOut: f.DataSegsOut,
+		RcvNxtSndWl1: int32(f.RcvNxt - f.SndWl1), SndWnd: f.SndWnd, LastSent: f.LastSent, LastRecv: f.LastReceived, LastAck: f.LastAck,
+		Shutdown: f.Shutdown, MPTCP: f.Protocol == unix.IPPROTO_MPTCP,
+	}
+	if f.Tag.Since > 0 {
+		s.Since = bpf.BootNow() - f.Tag.Since
+	}
+	return s
+}
+
+func (k *kernelDatapath) cover(l listener) error {
+	if _, err := k.space(l.netns); err != nil {
+		return err
+	}
+	err := k.host.Admit(bpf.Address{NetNS: l.netns, AddrPort: l.addr}, l.v6only, k.id)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if errors.Is(err, bpf.ErrTaken) {
+		k.taken[l.addr] = fmt.Errorf("%s is shared with another backend: its new connections cannot be turned away for this one alone (%w)", l.addr, err)
+		return nil
+	}
+	delete(k.taken, l.addr)
+	return err
+}
+
+func (k *kernelDatapath) samples(ctx context.Context, pids []int, covered map[uint64]listener) ([]probes.Sample, bool, error) {
+	var ss []probes.Sample
+	for _, pid := range pids {
+		files, err := k.host.Files(pid)
+		if errors.Is(err, bpf.ErrNotSupported) {
+			return k.walk(ctx, pids, covered)
+		}
+		if errors.Is(err, unix.ESRCH) {
+			continue // it has exited
+		}
+		if err != nil {
+			return nil, false, err
+		}
+		for _, f := range files {
+			if _, ok := covered[f.Tag.Cookie]; ok && f.Tag.Backend == k.id && f.State != tcpListen {
+				ss = append(ss, sampleOf(f))
+			}
+		}
+	}
+	return ss, true, nil
+}
+
+// walk is the look by sock_diag for kernels without task_file.
+func (k *kernelDatapath) walk(ctx context.Context, pids []int, covered map[uint64]listener) ([]probes.Sample, bool, error) {
+	var all []probes.Sample
+	for _, sp := range k.spaces() {
+		ss, _, err := located(ctx, k, sp, pids, covered)
+		if err != nil {
+			return nil, false, err
+		}
+		all = append(all, ss...)
+	}
+	return all, false, nil
+}
+
+// connections tells by the tags whose a connection is.
+func (k *kernelDatapath) connections(ctx context.Context, sp *space, covered map[uint64]listener, info bool) ([]probes.Socket, error) {
+	ports := portsOf(covered)
+	if len(ports) == 0 {
+		return nil, nil
+	}
+	socks, err := sp.diag.Dump(ctx, probes.Filter{States: connStates, LocalPorts: ports, Info: info, Tags: true})
+	if err != nil {
+		return nil, err
+	}
+	own := socks[:0]
+	for _, s := range socks {
+		t, err := bpf.DecodeTag(s.Tag)
+		if err != nil || t.Backend != k.id {
+			continue
+		}
+		if _, ok := covered[t.Cookie]; ok {
+			own = append(own, s)
+		}
+	}
+	return own, nil
+}
+
+func (k *kernelDatapath) audit(ctx context.Context) (open, ending, closing int64, ok bool, err error) {
+	for _, sp := range k.spaces() {
+		socks, err := sp.diag.Dump(ctx, probes.Filter{States: connStates, Tags: true})
+		if err != nil {
+			return 0, 0, 0, false, err
+		}
+		for _, s := range socks {
+			t, err := bpf.DecodeTag(s.Tag)
+			if err != nil || t.Backend != k.id {
+				continue
+			}
+			switch int(s.State) {
+			case tcpEstablished, tcpCloseWait:
+				open++
+			case tcpFinWait2:
+				closing++
+			default:
+				ending++
+			}
+		}
+	}
+	return open, ending, closing, true, nil
+}
+
+func (k *kernelDatapath) refuse(ctx context.Context, covered []listener, aside bool, until time.Duration) error {
+	if !k.host.HasAdmission() {
+		return errUnguarded
+	}
+	k.mu.Lock()
+	taken := len(k.taken)
+	k.mu.Unlock()
+	if taken > 0 {
+		return fmt.Errorf("%w: %d of its addresses are shared with another backend", errUnguarded, taken)
+	}
+	if err := k.shadow(ctx, covered); err != nil {
+		return err
+	}
+	r := k.rule
+	r.Action, r.Until, r.Aside = bpf.ActionRefuse, until, aside
+	if err := k.host.SetBackend(k.id, r); err != nil {
+		return err
+	}
+	k.rule = r
+	return nil
+}
+
+// shadow lets other processes' listeners through that sit on a specific address of a port for which we have a
+// wildcard rule: the rule would otherwise catch their connections too. Those that come later get their pass entry in the
+// kernel, at LISTEN.
+func (k *kernelDatapath) shadow(ctx context.Context, covered []listener) error {
+	mine := map[uint64]bool{}
+	wild := map[uint64]map[uint16]bool{} // namespace → ports with a wildcard rule
+	var ports []uint16
+	for _, l := range covered {
+		mine[l.cookie] = true
+		if l.addr.Addr().IsUnspecified() {
+			if wild[l.netns] == nil {
+				wild[l.netns] = map[uint16]bool{}
+			}
+			wild[l.netns][l.addr.Port()] = true
+			ports = append(ports, l.addr.Port())
+		}
+	}
+	if len(ports) == 0 {
+		return nil
+	}
+	for _, sp := range k.spaces() {
+		socks, err := sp.diag.Dump(ctx, probes.Filter{States: states(tcpListen), LocalPorts: ports})
+		if err != nil {
+			return err
+		}
+		for _, s := range socks {
+			if mine[s.Cookie] || s.Local.Addr().IsUnspecified() || !wild[sp.id][s.Local.Port()] {
+				continue
+			}
+			if err := k.host.Pass(bpf.Address{NetNS: sp.id, AddrPort: s.Local}, k.id); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (k *kernelDatapath) admit() error {
+	r := k.rule
+	r.Action, r.Until = bpf.ActionOpen, 0
+	if err := k.host.SetBackend(k.id, r); err != nil {
+		return err
+	}
+	k.rule = r
+	return nil
+}
+
+func (k *kernelDatapath) mark(begun, deadline time.Duration) error {
+	return k.host.SetDrain(k.id, bpf.DrainMark{Gen: k.gen, Begun: begun, Deadline: deadline, Draining: true})
+}
+
+func (k *kernelDatapath) refused() (int64, bool) { return 0, false }
+
+func (k *kernelDatapath) unmark() error { return k.host.ClearDrain(k.id) }
+
+func (k *kernelDatapath) forget(cookie uint64) {
+	if err := k.host.Forget(cookie); err != nil {
+		k.log.Debug("forget listener", "err", err)
+	}
+}
+
+func (k *kernelDatapath) close(remove bool) error {
+	var err error
+	if k.events != nil {
+		err = k.events.Close()
+		k.wg.Wait()
+	}
+	if remove {
+		err = errors.Join(err, k.host.RemoveBackend(k.id))
+		_, rerr := k.host.Release()
+		err = errors.Join(err, rerr)
+	}
+	for _, sp := range k.spaces() {
+		if sp.diag != nil {
+			err = errors.Join(err, sp.diag.Close())
+		}
+		closeFD(sp.fd)
+	}
+	return errors.Join(err, k.host.Close())
+}
+
+var _ datapath = (*kernelDatapath)(nil)
+
+func dupFD(fd int) (int, error) {
+	n, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)
+	if err != nil {
+		return -1, fmt.Errorf("keep network namespace: %w", err)
+	}
+	return n, nil
+}
+
+func closeFD(fd int) {
+	if fd >= 0 {
+		unix.Close(fd)
+	}
+}

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/api"
+)
+
+// follow reads the run's own events to the end: it keeps the metrics, remembers ended drains and shows what happens, as
+// a line of words on a terminal and as a line of JSON elsewhere.
+func (r *runner) follow(ctx context.Context) {
+	sub := r.events.Subscribe(1)
+	for {
+		e, err := sub.Next(context.WithoutCancel(ctx))
+		if err != nil {
+			return // the log is closed and read
+		}
+		r.account(e)
+		if r.o.Progress == nil {
+			continue
+		}
+		if r.o.Terminal {
+			if line := words(e); line != "" {
+				fmt.Fprintf(r.o.Progress, "\r\x1b[Kebb: %s\n", line)
+			}
+			continue
+		}
+		if line, err := json.Marshal(e); err == nil {
+			fmt.Fprintf(r.o.Progress, "%s\n", line)
+		}
+	}
+}
+
+// account turns an event into metrics.
+func (r *runner) account(e drain.Event) {
+	switch e.Type {
+	case drain.EventFlush:
+		if res, ok := e.Fields["result"].(string); ok {
+			reason, _ := e.Fields["reason"].(string)
+			r.metrics.Flushed(r.o.Service, drain.FlushReason(reason), api.FlushResult(res))
+		}
+	case drain.EventStale:
+		r.metrics.StaleSignal(r.o.Service)
+	case drain.EventEnd:
+		s := r.machine.Status()
+		if s.ID != e.Drain {
+			return
+		}
+		d := r.drainView(s)
+		r.mu.Lock()
+		r.drains = append(r.drains, d)
+		r.mu.Unlock()
+		r.metrics.DrainEnded(d)
+	}
+}
+
+// words is what a person reads of an event; "" for those the live line already shows.
+func words(e drain.Event) string {
+	switch e.Type {
+	case drain.EventProgress:
+		return ""
+	case drain.EventPhase:
+		return e.Time.Format("15:04:05.000") + " " + string(e.Phase)
+	case drain.EventEnd:
+		return e.Time.Format("15:04:05.000") + " " + string(e.Outcome) + "; " + e.Message
+	}
+	if e.Message == "" {
+		return e.Type
+	}
+	return e.Time.Format("15:04:05.000") + " " + e.Message
+}
+
+// live keeps one line on the terminal up to date while a drain runs.
+func (r *runner) live(ctx context.Context) {
+	tick := time.NewTicker(200 * time.Millisecond)
+	defer tick.Stop()
+	shown := false
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		s := r.machine.Status()
+		if s.ID == "" || s.Over() {
+			if shown {
+				fmt.Fprint(r.o.Progress, "\r\x1b[K")
+			}
+			shown = false
+			continue
+		}
+		fmt.Fprintf(r.o.Progress, "\r\x1b[K%s", liveLine(r.o.Name, s))
+		shown = true
+	}
+}
+
+// liveLine is the state of a drain in one line.
+func liveLine(name string, s drain.Status) string {
+	return fmt.Sprintf("ebb: %s %s: %s, %s left", name, s.Phase, describe(s), s.Left().Round(100*time.Millisecond))
+}
+
+// describe names the counts by class that are not zero.
+func describe(s drain.Status) string {
+	if s.CountsAt.IsZero() {
+		return "not counted yet"
+	}
+	if !s.Counts.Known {
+		return "counts unknown"
+	}
+	c := s.Counts
+	var parts []string
+	for _, p := range []struct {
+		name string
+		n    int64
+	}{{"half-open", c.Handshake}, {"queued", c.Queued}, {"active", c.Active}, {"stalled", c.Stalled}, {"idle", c.Idle}, {"unused", c.Unused}, {"closing", c.Closing}} {
+		if p.n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", p.n, p.name))
+		}
+	}
+	if len(parts) == 0 {
+		return "nothing open"
+	}
+	return strings.Join(parts, ", ")
+}

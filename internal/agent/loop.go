@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ebbproxy/ebb/drain"
+)
+
+// loop lives as long as CMD: it answers signals, kernel hints and the end of a drain.
+func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal, proc *process) {
+	every := time.NewTicker(cookieWindow / 2)
+	defer every.Stop()
+	r.b.cookies.sample(time.Now())
+	if err := r.b.refresh(ctx); err != nil {
+		r.log.Warn("look for listeners", "err", err)
+	}
+	over, exited := r.machine.Done(), proc.exited()
+	for {
+		select {
+		case s := <-sigs:
+			if sig, ok := s.(syscall.Signal); ok {
+				r.signal(ctx, sig, proc)
+			}
+		case h := <-r.b.dp.hints():
+			if h == hintZero {
+				r.machine.Zero()
+				continue
+			}
+			if err := r.b.refresh(ctx); err != nil {
+				r.log.Warn("look for listeners", "err", err)
+			}
+			r.b.lift()
+		case <-every.C:
+			r.b.cookies.sample(time.Now())
+		case <-exited:
+			// A drain that runs comes to its outcome first: the kernel may still be delivering the last bytes.
+			exited = nil
+			r.machine.Exited(r.ended(proc))
+		case <-over:
+			if r.machine.Status().Outcome == drain.OutcomeCancelled {
+				over = r.machine.Done()
+				continue
+			}
+			r.end(ctx, proc)
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// ended says what was wrong with the way CMD ended; nil if it was asked to, or ended well by itself.
+func (r *runner) ended(proc *process) error {
+	if r.b.flushed.Load() || (proc.exit.known && proc.exit.code == 0) {
+		return nil
+	}
+	return fmt.Errorf("process %d ended: %s", proc.pid, proc.exit)
+}
+
+// end waits for a CMD that its drain has left alive, as after a SIGKILL that needs a moment, and ends what it left behind.
+func (r *runner) end(ctx context.Context, proc *process) {
+	select {
+	case <-proc.exited():
+	case <-time.After(killWait):
+		r.log.Error("CMD has not ended after its drain", "pid", proc.pid)
+		if err := proc.killAll(); err != nil {
+			r.log.Error("kill CMD", "err", err)
+		}
+		<-proc.exited()
+	}
+	r.reapRest(ctx, proc)
+}
+
+// killWait bounds the wait for a killed process to be reaped. Exit of a large process takes the time that its memory
+// takes to be freed.
+const killWait = 5 * time.Second
+
+func (r *runner) draining() bool {
+	s := r.machine.Status()
+	return s.State == drain.StateDraining || s.State == drain.StateFlushing
+}
+
+// reapRest ends what CMD left behind: first asked, then made to.
+func (r *runner) reapRest(ctx context.Context, proc *process) {
+	rest := proc.descendants()
+	rest = slices.DeleteFunc(rest, func(pid int) bool { return pid == proc.pid })
+	if len(rest) == 0 {
+		return
+	}
+	r.log.Info("CMD has ended; its descendants are asked to", "pids", rest)
+	for _, pid := range rest {
+		if err := unix.Kill(pid, unix.SIGTERM); err != nil && !errors.Is(err, unix.ESRCH) {
+			r.log.Warn("end descendant", "pid", pid, "err", err)
+		}
+	}
+	until := time.Now().Add(r.eff.Policy.Reserve)
+	for time.Now().Before(until) && ctx.Err() == nil {
+		if proc.child {
+			proc.reap()
+		}
+		if len(slices.DeleteFunc(proc.descendants(), func(pid int) bool { return pid == proc.pid })) == 0 {
+			return
+		}
+		wait(ctx, 20*time.Millisecond)
+	}
+	if err := proc.killAll(); err != nil {
+		r.log.Warn("kill descendants", "err", err)
+	}
+}
+
+// signal answers one signal: a stop begins the drain, is reported, or forces the end; any other one is CMD's.
+func (r *runner) signal(ctx context.Context, sig syscall.Signal, proc *process) {
+	if !slices.Contains(r.o.StopSignals, sig) {
+		r.forward(sig, proc)
+		return
+	}
+	r.mu.Lock()
+	r.stopping++
+	n := r.stopping
+	r.mu.Unlock()
+	r.emit(drain.Event{Type: EventSignal, Message: fmt.Sprintf("%s received", unix.SignalName(sig)), Fields: map[string]any{"signal": unix.SignalName(sig), "forwarded": false, "count": n}})
+	if r.o.Mode != drain.ModeEnforce {
+		// observe changes nothing: CMD gets what it would have got without us, at once.
+		if r.o.Mode == drain.ModeObserve && n == 1 {
+			r.begin(ctx, sig)
+		}
+		if err := proc.signal(sig); err != nil {
+			r.log.Error("pass stop signal on", "err", err)
+		}
+		return
+	}
+	switch n {
+	case 1:
+		r.begin(ctx, sig)
+	case 2:
+		s := r.machine.Status()
+		r.log.Warn("already draining; a third stop signal ends it by force", "in_flight", describe(s), "deadline", s.Deadline.Format(time.RFC3339))
+		r.emit(drain.Event{Type: EventSignal, Drain: s.ID, Message: "already draining: " + describe(s) + " left, until " + s.Deadline.Format(time.TimeOnly) + "; once more ends it by force"})
+	default:
+		r.mu.Lock()
+		r.forced = true
+		r.mu.Unlock()
+		r.log.Error("forced by a third stop signal: CMD is killed")
+		if err := proc.killAll(); err != nil {
+			r.log.Error("kill CMD", "err", err)
+		}
+	}
+}
+
+func (r *runner) begin(ctx context.Context, sig syscall.Signal) {
+	// A flip waits for nothing but a map write, yet under SYN cookies it takes 2 s: signals must be heard meanwhile.
+	go func() {
+		_, err := r.machine.Begin(ctx, drain.Request{Gen: r.gen, Cause: drain.CauseSignal, Policy: r.eff.Policy, By: unix.SignalName(sig), Force: true})
+		if err != nil && ctx.Err() == nil {
+			// Not even the drain can start: CMD must still stop.
+			r.log.Error("begin drain; CMD gets its stop signal without one", "err", err)
+			if err := r.b.proc.signal(r.o.Flush); err != nil {
+				r.log.Error("send stop signal", "err", err)
+			}
+		}
+	}()
+}
+
+// forward passes a signal on. A terminal's stop stops us too, and its continue wakes CMD.
+func (r *runner) forward(sig syscall.Signal, proc *process) {
+	if keepSignals[sig] {
+		return
+	}
+	if sig == unix.SIGTSTP || sig == unix.SIGCONT {
+		if err := proc.signalGroup(sig); err != nil {
+			r.log.Warn("forward signal", "signal", unix.SignalName(sig), "err", err)
+		}
+		if sig == unix.SIGTSTP {
+			if err := unix.Kill(os.Getpid(), unix.SIGSTOP); err != nil {
+				r.log.Warn("stop", "err", err)
+			}
+		}
+		return
+	}
+	r.log.Debug("forward signal", "signal", unix.SignalName(sig))
+	if err := proc.signal(sig); err != nil {
+		r.log.Warn("forward signal", "signal", unix.SignalName(sig), "err", err)
+	}
+}
+
+// finish works out the exit code and writes the report.
+func (r *runner) finish(ctx context.Context, proc *process) int {
+	s := r.machine.Status()
+	r.mu.Lock()
+	requested := r.stopping > 0 || (s.ID != "" && s.Outcome != drain.OutcomeCancelled)
+	r.mu.Unlock()
+	code := 0
+	switch {
+	case requested:
+		if r.o.ExitOnOutcome {
+			switch s.Outcome {
+			case drain.OutcomeExpired:
+				code = ExitExpired
+			case drain.OutcomeLost:
+				code = ExitLost
+			}
+		}
+	case proc.exit.known:
+		code = proc.exit.code
+	default:
+		r.log.Warn("how CMD ended cannot be known: it was adopted from an earlier run")
+	}
+	r.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("process %d ended: %s", proc.pid, proc.exit), Fields: map[string]any{"pid": proc.pid, "exit": proc.exit.String(), "code": code}})
+	if r.o.Report != "" {
+		if err := r.report(ctx, proc, code); err != nil {
+			r.log.Error("write report", "err", err)
+		}
+	}
+	return code
+}
+
+// report writes the file aside and renames it in, so that a reader sees a whole one or none.
+func (r *runner) report(ctx context.Context, proc *process, code int) error {
+	b, err := r.Backend(ctx, r.o.Name)
+	if err != nil {
+		return err
+	}
+	body, err := json.MarshalIndent(Report{Name: r.o.Name, Service: r.o.Service, Gen: r.gen, Exit: proc.exit.String(), Code: code, Backend: b}, "", "  ")
+	if err != nil {
+		return fmt.Errorf("encode report: %w", err)
+	}
+	f, err := os.CreateTemp(filepath.Dir(r.o.Report), ".ebb-report-*")
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(append(body, '\n'))
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = os.Rename(f.Name(), r.o.Report)
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(f.Name()))
+	}
+	return nil
+}

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"os/signal"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ebbproxy/ebb/probes"
+)
+
+// exit is how CMD ended.
+type exit struct {
+	code  int  // CMD's own code, or 128+N for signal N
+	known bool // false: CMD was not our child and the kernel could not tell
+	err   error
+}
+
+func (e exit) String() string {
+	switch {
+	case !e.known:
+		return "exit status unknown"
+	case e.code > 128 && e.code < 128+65:
+		return fmt.Sprintf("killed by signal %d (%s)", e.code-128, unix.SignalName(syscall.Signal(e.code-128)))
+	}
+	return fmt.Sprintf("exit status %d", e.code)
+}
+
+// process is the supervised CMD: the leader of its own process group and whatever descends from it.
+// Its methods may be called from any goroutine.
+type process struct {
+	pid   int
+	start uint64 // clock ticks, see probes.Process
+	pidfd *os.File
+	child bool // we are its parent and reap it
+
+	once sync.Once
+	done chan struct{}
+	exit exit
+}
+
+func (p *process) finish(e exit) {
+	p.once.Do(func() {
+		p.exit = e
+		close(p.done)
+	})
+}
+
+// exited is closed when CMD's main process has ended.
+func (p *process) exited() <-chan struct{} { return p.done }
+
+// signal sends sig to CMD's main process. A process that is gone is no error: it has what it should have.
+func (p *process) signal(sig syscall.Signal) error {
+	err := unix.PidfdSendSignal(int(p.pidfd.Fd()), sig, nil, 0)
+	if errors.Is(err, unix.ESRCH) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("send %s to process %d: %w", unix.SignalName(sig), p.pid, err)
+	}
+	return nil
+}
+
+// signalGroup sends sig to CMD's process group.
+func (p *process) signalGroup(sig syscall.Signal) error {
+	// The group outlives its leader as long as a member lives, so its number is not reused before.
+	if err := unix.Kill(-p.pid, sig); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("send %s to process group %d: %w", unix.SignalName(sig), p.pid, err)
+	}
+	return nil
+}
+
+// killAll ends the group and every descendant that has left it.
+func (p *process) killAll() error {
+	err := p.signalGroup(unix.SIGKILL)
+	for _, d := range p.descendants() {
+		if d != p.pid {
+			if kerr := unix.Kill(d, unix.SIGKILL); kerr != nil && !errors.Is(kerr, unix.ESRCH) {
+				err = errors.Join(err, fmt.Errorf("kill process %d: %w", d, kerr))
+			}
+		}
+	}
+	return err
+}
+
+// descendants lists the living processes that are CMD's: its tree, and what was orphaned to us as the subreaper.
+func (p *process) descendants() []int {
+	root := p.pid
+	if p.child {
+		root = os.Getpid() // orphans of CMD hang below us, and nothing else does
+	}
+	tree, err := probes.Tree(root)
+	if err != nil {
+		return nil
+	}
+	pids := make([]int, 0, len(tree))
+	for _, q := range tree {
+		if q.PID != os.Getpid() {
+			pids = append(pids, q.PID)
+		}
+	}
+	return pids
+}
+
+// startProcess starts argv in its own process group with our standard streams, and makes the
+// caller a subreaper, so that no descendant of CMD escapes the watch or is left a zombie.
+func startProcess(argv, env []string, stdin, stdout, stderr *os.File) (*process, error) {
+	path, err := exec.LookPath(argv[0])
+	switch {
+	case errors.Is(err, fs.ErrPermission):
+		return nil, fmt.Errorf("%w: %s", ErrNotExecutable, argv[0])
+	case err != nil && !errors.Is(err, exec.ErrDot):
+		return nil, fmt.Errorf("%w: %s", ErrNotFound, argv[0])
+	}
+	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
+		return nil, fmt.Errorf("become subreaper: %w", err)
+	}
+	pidfd := -1
+	pid, _, err := syscall.StartProcess(path, argv, &syscall.ProcAttr{
+		Env:   env,
+		Files: []uintptr{stdin.Fd(), stdout.Fd(), stderr.Fd()},
+		Sys:   &syscall.SysProcAttr{Setpgid: true, PidFD: &pidfd},
+	})
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, fmt.Errorf("%w: %s", ErrNotFound, argv[0])
+	case err != nil:
+		return nil, fmt.Errorf("%w: %s: %w", ErrNotExecutable, argv[0], err)
+	}
+	if pidfd < 0 {
+		if pidfd, err = unix.PidfdOpen(pid, 0); err != nil {
+			return nil, errors.Join(fmt.Errorf("open pidfd: %w", err), unix.Kill(pid, unix.SIGKILL))
+		}
+	}
+	p := &process{pid: pid, child: true, pidfd: os.NewFile(uintptr(pidfd), "pidfd"), done: make(chan struct{})}
+	if p.start, err = startTicks(pid); err != nil {
+		return nil, errors.Join(err, p.signal(unix.SIGKILL), p.pidfd.Close())
+	}
+	return p, nil
+}
+
+// adoptProcess takes over a CMD that an earlier owner started and that is still the same process.
+func adoptProcess(pid int, start uint64) (*process, bool) {
+	pidfd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		return nil, false
+	}
+	// The check comes after the open: the descriptor keeps the process it names, and if the pid had been
+	// reused before the open, the start time says so.
+	if !probes.Alive(pid, start) {
+		unix.Close(pidfd)
+		return nil, false
+	}
+	return &process{pid: pid, start: start, pidfd: os.NewFile(uintptr(pidfd), "pidfd"), done: make(chan struct{})}, true
+}
+
+func startTicks(pid int) (uint64, error) {
+	tree, err := probes.Tree(pid)
+	if err != nil {
+		return 0, err
+	}
+	for _, p := range tree {
+		if p.PID == pid {
+			return p.Start, nil
+		}
+	}
+	return 0, fmt.Errorf("find process %d: %w", pid, fs.ErrNotExist)
+}
+
+// watch blocks until CMD's main process has ended or ctx is over. Where CMD is our child it also reaps every
+// other child, as a subreaper and as PID 1 must.
+func (p *process) watch(ctx context.Context) {
+	if !p.child {
+		p.watchPidfd(ctx)
+		return
+	}
+	sigs := make(chan os.Signal, 1)
+	signal.Notify(sigs, unix.SIGCHLD)
+	defer signal.Stop(sigs)
+	for {
+		p.reap()
+		select {
+		case <-sigs:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+func (p *process) reap() {
+	for {
+		var ws unix.WaitStatus
+		pid, err := unix.Wait4(-1, &ws, unix.WNOHANG, nil)
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if err != nil || pid <= 0 {
+			return
+		}
+		if pid == p.pid {
+			p.finish(exit{code: exitCode(ws), known: true})
+		}
+	}
+}
+
+func exitCode(ws unix.WaitStatus) int {
+	if ws.Signaled() {
+		return 128 + int(ws.Signal())
+	}
+	return ws.ExitStatus()
+}
+
+// watchPidfd waits for a process that is not our child. Its exit status is asked from the pidfd, which kernels
+// since 6.15 answer (PIDFD_INFO_EXIT, commit 7477d7dce48a); elsewhere it stays unknown.
+func (p *process) watchPidfd(ctx context.Context) {
+	stop := context.AfterFunc(ctx, func() { p.pidfd.Close() })
+	defer stop()
+	fds := []unix.PollFd{{Fd: int32(p.pidfd.Fd()), Events: unix.POLLIN}}
+	for ctx.Err() == nil {
+		n, err := unix.Poll(fds, 200)
+		if errors.Is(err, unix.EINTR) || (err == nil && n == 0) {
+			continue
+		}
+		if err != nil || fds[0].Revents&unix.POLLNVAL != 0 {
+			p.finish(exit{err: fmt.Errorf("poll pidfd of process %d: %w", p.pid, err)})
+			return
+		}
+		code, known := pidfdExit(int(p.pidfd.Fd()))
+		p.finish(exit{code: code, known: known})
+		return
+	}
+}
+
+// close releases the pidfd. The process is left alone.
+func (p *process) close() error { return p.pidfd.Close() }
+
+// pidfdExit asks the kernel how the process behind fd ended.
+func pidfdExit(fd int) (code int, known bool) {
+	info := unix.PidfdInfo{Mask: unix.PIDFD_INFO_EXIT}
+	if err := unix.IoctlPidfdInfo(fd, &info); err != nil || info.Mask&unix.PIDFD_INFO_EXIT == 0 {
+		return 0, false
+	}
+	return exitCode(unix.WaitStatus(info.Exit_code)), true
+}

@@ -1,0 +1,459 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ebbproxy/ebb/bpf"
+	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/metrics"
+	"github.com/ebbproxy/ebb/probes"
+)
+
+// Events that a run adds to those of its drains.
+const (
+	// EventRun says that the run has started, adopted or ended its CMD; fields pid, argv, exit.
+	EventRun = "run"
+	// EventListener says that a covered listener was found; fields address, mptcp.
+	EventListener = "listener.found"
+	// EventDegraded says what this host cannot do for the run; the message says what to do about it.
+	EventDegraded = "degraded"
+	// EventSignal says that a signal was received; fields signal, forwarded.
+	EventSignal = "signal"
+)
+
+// Exit codes of `ebb run` beside CMD's own.
+const (
+	ExitExpired       = 3
+	ExitLost          = 4
+	ExitFailure       = 125
+	ExitNotExecutable = 126
+	ExitNotFound      = 127
+)
+
+// RunOptions says what `ebb run` supervises and how. The zero value of a field is the documented default.
+type RunOptions struct {
+	Name    string // default: CMD's base name
+	Service string // default: Name
+	Argv    []string
+	Env     []string
+	Stdin   *os.File
+	Stdout  *os.File
+	Stderr  *os.File
+
+	Listen  []netip.AddrPort
+	Exclude []uint16
+	Ready   string // URL
+
+	Policy      drain.Policy
+	Mode        drain.Mode       // default enforce
+	Notify      syscall.Signal   // 0: none
+	Flush       syscall.Signal   // default SIGTERM
+	StopSignals []syscall.Signal // default DefaultStopSignals
+
+	Datapath      string // auto (default), bpf, none
+	API           string // socket; default NAME.sock in the run directory
+	Metrics       string // ADDR:PORT; "" serves them on the API socket only
+	Report        string
+	ExitOnOutcome bool
+	RunDir        string // where sockets and journals are
+	BPF           bpf.Options
+	Version       string
+	Commit        string
+
+	Terminal bool      // Progress is a terminal: a live line and plain words instead of JSON
+	Progress io.Writer // nil: nothing is shown
+	Log      *slog.Logger
+}
+
+// Report is what --report writes: the drain as the API shows it, and what became of CMD.
+type Report struct {
+	Name    string      `json:"name"`
+	Service string      `json:"service"`
+	Gen     uint64      `json:"gen"`
+	Exit    string      `json:"exit"`
+	Code    int         `json:"exit_code"`
+	Backend api.Backend `json:"backend"`
+}
+
+var nameOK = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$`)
+
+// runner is one `ebb run`.
+type runner struct {
+	o       RunOptions
+	log     *slog.Logger
+	id, gen uint64
+	started time.Time
+	events  *api.Log
+	metrics *metrics.Metrics
+	b       *backend
+	machine *drain.Machine
+	eff     drain.Effective
+	lock    *os.File
+	paths   paths
+
+	mu       sync.Mutex
+	stopping int  // stop signals received
+	forced   bool // the third one came
+	drains   []api.Drain
+	observed bool // observe mode has passed a stop signal on
+}
+
+type paths struct{ dir, sock, journal, lock string }
+
+// Run supervises a command until it has ended and returns the exit code of the contract. The error, if any, is Ebb's
+// own; the code already says so.
+func Run(ctx context.Context, o RunOptions) (int, error) {
+	// First of all, so that no signal is lost to a start that is under way.
+	sigs, stop := catchSignals()
+	defer stop()
+	r, err := newRunner(o)
+	if err != nil {
+		return ExitFailure, err
+	}
+	code, err := r.run(ctx, sigs)
+	return code, errors.Join(err, r.lock.Close())
+}
+
+func newRunner(o RunOptions) (*runner, error) {
+	if len(o.Argv) == 0 {
+		return nil, errors.New("no command: want `ebb run [flags] -- CMD [ARG…]`")
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	if o.Mode == "" {
+		o.Mode = drain.ModeEnforce
+	}
+	if o.Flush == 0 {
+		o.Flush = unix.SIGTERM
+	}
+	if o.StopSignals == nil {
+		o.StopSignals = DefaultStopSignals(os.Getpid(), o.Terminal)
+	}
+	eff, err := drain.Validate(o.Policy)
+	if err != nil {
+		return nil, err
+	}
+	r := &runner{o: o, log: o.Log, eff: eff, started: time.Now()}
+	if err := r.claim(); err != nil {
+		return nil, err
+	}
+	return r, nil
+}
+
+// claim takes the name: a lock that lives as long as we do.
+func (r *runner) claim() error {
+	given := r.o.Name != ""
+	if !given {
+		r.o.Name = strings.Map(func(c rune) rune {
+			if strings.ContainsRune("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-", c) {
+				return c
+			}
+			return '-'
+		}, filepath.Base(r.o.Argv[0]))
+		r.o.Name = strings.TrimLeft(r.o.Name, "._-")
+	}
+	if !nameOK.MatchString(r.o.Name) {
+		return fmt.Errorf("name %q: want 1 to 63 letters, digits, dots, dashes or underscores, the first a letter or digit", r.o.Name)
+	}
+	dir := filepath.Join(r.o.RunDir, "run")
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return fmt.Errorf("make run directory: %w", err)
+	}
+	take := func(name string) (*os.File, error) {
+		f, err := os.OpenFile(filepath.Join(dir, name+".lock"), os.O_RDWR|os.O_CREATE, 0o600)
+		if err != nil {
+			return nil, fmt.Errorf("open lock: %w", err)
+		}
+		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+			f.Close()
+			if errors.Is(err, unix.EWOULDBLOCK) {
+				return nil, fmt.Errorf("%w: another `ebb run` named %s is alive; give this one its own --name", ErrNameTaken, name)
+			}
+			return nil, fmt.Errorf("lock name %s: %w", name, err)
+		}
+		return f, nil
+	}
+	f, err := take(r.o.Name)
+	if errors.Is(err, ErrNameTaken) && !given {
+		r.o.Name = fmt.Sprintf("%s-%d", r.o.Name, os.Getpid())
+		f, err = take(r.o.Name)
+	}
+	if err != nil {
+		return err
+	}
+	r.lock = f
+	if r.o.Service == "" {
+		r.o.Service = r.o.Name
+	}
+	base := filepath.Join(dir, r.o.Name)
+	r.paths = paths{dir: dir, sock: base + ".sock", journal: base + ".journal", lock: base + ".lock"}
+	if r.o.API != "" {
+		r.paths.sock = r.o.API
+	}
+	return nil
+}
+
+// backendID names a backend of this host: the same run, restarted, gets the same one, and the same name in another
+// container or after a reboot another one.
+func backendID(name string) uint64 {
+	var netns uint64
+	if f, err := os.Open("/proc/thread-self/ns/net"); err == nil {
+		var st unix.Stat_t
+		if unix.Fstat(int(f.Fd()), &st) == nil {
+			netns = st.Ino
+		}
+		f.Close()
+	}
+	sum := sha256.Sum256(fmt.Appendf(nil, "run\x00%s\x00%d\x00%s", bootID(), netns, name))
+	return max(1, binary.LittleEndian.Uint64(sum[:]))
+}
+
+func bootID() string {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(b))
+}
+
+func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	j, past, err := openJournal(r.paths.journal)
+	if err != nil {
+		return ExitFailure, err
+	}
+	defer func() { err = errors.Join(err, j.close()) }()
+	if past.torn {
+		r.log.Warn("journal ended in a torn record, which was cut off", "path", r.paths.journal)
+	}
+	r.events = api.NewLog(api.LogOptions{})
+	if r.metrics, err = metrics.New(metrics.Options{Source: r, Version: r.o.Version, Commit: r.o.Commit}); err != nil {
+		return ExitFailure, err
+	}
+	r.metrics.Register(r.o.Service, r.o.Name)
+
+	proc := r.survivor(past)
+	adopted := proc != nil
+	r.id = backendID(r.o.Name)
+	r.gen = max(past.lastGen+1, uint64(time.Now().Unix()))
+	if adopted {
+		r.gen = past.lastRun.Gen
+	}
+	dp, err := r.datapath(adopted)
+	if err != nil {
+		return ExitFailure, err
+	}
+	removed := false
+	defer func() {
+		if !removed {
+			err = errors.Join(err, dp.close(true))
+		}
+	}()
+	if r.stopBefore(sigs) { // the start is abandoned: nothing runs yet
+		return 0, nil
+	}
+	if proc == nil {
+		if proc, err = startProcess(r.o.Argv, r.environ(), r.stdin(), r.o.Stdout, r.o.Stderr); err != nil {
+			switch {
+			case errors.Is(err, ErrNotFound):
+				return ExitNotFound, err
+			case errors.Is(err, ErrNotExecutable):
+				return ExitNotExecutable, err
+			}
+			return ExitFailure, err
+		}
+	}
+	defer func() { err = errors.Join(err, proc.close()) }()
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	wg.Go(func() { proc.watch(ctx) })
+	if !adopted {
+		if err := j.append(run{Version: journalVersion, Type: "run", Name: r.o.Name, Gen: r.gen, Backend: r.id, PID: proc.pid, Start: proc.start, BootID: bootID(), Argv: r.o.Argv}); err != nil {
+			r.log.Warn("journal run: a restart could not adopt CMD", "err", err)
+		}
+	}
+	r.b = r.backend(proc, dp, j, adopted)
+	if err := dp.watch(ctx, proc.pid); err != nil && ctx.Err() == nil {
+		r.degraded("the listeners of CMD cannot be followed: " + err.Error())
+	}
+	if r.machine, err = drain.New(r.machineOptions(past, adopted)); err != nil {
+		return ExitFailure, errors.Join(err, proc.killAll())
+	}
+	wg.Go(func() {
+		if err := r.machine.Run(ctx); err != nil && ctx.Err() == nil {
+			r.log.Error("drain machine", "err", err)
+		}
+	})
+	closeAPI, err := r.serve(ctx, &wg)
+	if err != nil {
+		return ExitFailure, errors.Join(err, proc.killAll())
+	}
+	verb := "started"
+	if adopted {
+		verb = "adopted"
+	}
+	r.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("%s %s as process %d; %s", verb, strings.Join(r.o.Argv, " "), proc.pid, r.eff), Fields: map[string]any{"pid": proc.pid, "argv": r.o.Argv}})
+	if r.o.Terminal && r.o.Progress != nil {
+		wg.Go(func() { r.live(ctx) })
+	}
+	wg.Go(func() { r.follow(ctx) })
+
+	r.loop(ctx, sigs, proc)
+
+	code = r.finish(ctx, proc)
+	closeAPI()
+	cancel()
+	wg.Wait()
+	removed = true
+	if cerr := dp.close(true); cerr != nil {
+		r.log.Warn("remove backend from kernel", "err", cerr)
+	}
+	return code, nil
+}
+
+// survivor is the CMD of an earlier `ebb run` of this name, if it is still the same living process.
+func (r *runner) survivor(past history) *process {
+	last := past.lastRun
+	if last == nil || last.BootID != bootID() {
+		return nil
+	}
+	p, ok := adoptProcess(last.PID, last.Start)
+	if !ok {
+		return nil
+	}
+	if !slices.Equal(last.Argv, r.o.Argv) {
+		r.log.Warn("the command of the last run still lives and is adopted; the new command line is not started", "pid", last.PID, "argv", last.Argv)
+	}
+	return p
+}
+
+// datapath chooses how to count. auto prefers the kernel and says what it lacks; bpf insists.
+func (r *runner) datapath(adopted bool) (datapath, error) {
+	if r.o.Mode == drain.ModeOff || r.o.Datapath == "none" {
+		return newWalkDatapath()
+	}
+	cov := r.coverage()
+	k, err := newKernelDatapath(kernelOptions{
+		BPF: r.o.BPF, ID: r.id, Gen: r.gen, Enforce: r.o.Mode == drain.ModeEnforce,
+		Only: portsOnly(cov.only), Exclude: cov.exclude, Adopt: adopted, Log: r.log,
+	})
+	if err == nil {
+		return k, nil
+	}
+	if r.o.Datapath == "bpf" {
+		return nil, fmt.Errorf("use the kernel datapath: %w (see `ebb check`)", err)
+	}
+	return newWalkDatapath("no kernel datapath, so admission cannot close and a zero is believed only after a pause: " + err.Error() + "; see `ebb check`")
+}
+
+func portsOnly(aps []netip.AddrPort) []uint16 {
+	var ports []uint16
+	for _, ap := range aps {
+		if !slices.Contains(ports, ap.Port()) {
+			ports = append(ports, ap.Port())
+		}
+	}
+	return ports
+}
+
+func (r *runner) coverage() coverage {
+	c := coverage{only: r.o.Listen, exclude: r.o.Exclude}
+	if p, ok := urlPort(r.o.Ready); ok {
+		c.aux = append(c.aux, p)
+	}
+	return c
+}
+
+func (r *runner) backend(proc *process, dp datapath, j *journal, adopted bool) *backend {
+	b := &backend{
+		name: r.o.Name, service: r.o.Service, policy: r.eff.Policy, cov: r.coverage(),
+		notify: r.o.Notify, flush: r.o.Flush, proc: proc, dp: dp, journal: j, cookies: &cookieWatch{},
+		log: r.log.With("backend", r.o.Name, "gen", r.gen), emit: r.emit, boot: bpf.BootNow, metrics: r.metrics,
+		covered: map[uint64]listener{}, why: map[uint64]string{}, mustSee: adopted,
+		cls:  probes.NewClassifier(probes.ClassifierOptions{Protocol: string(r.eff.Policy.Protocol), IdleAfter: r.eff.Policy.IdleAfter}),
+		held: map[uint64]*probes.Held{},
+	}
+	b.ready.Store(true)
+	return b
+}
+
+func (r *runner) machineOptions(past history, adopted bool) drain.Options {
+	o := drain.Options{
+		Backend: r.o.Name, Service: r.o.Service, Gen: r.gen, Mode: r.o.Mode, Unguarded: !r.b.dp.guarded(),
+		World: r.b, Log: r.log, Boot: bpf.BootNow, Notify: r.o.Notify != 0,
+	}
+	if adopted && past.openDrain != nil {
+		o.Resume = past.openDrain
+	}
+	return o
+}
+
+// stdin is CMD's standard input. CMD is in a process group of its own, so that Ctrl-C does not reach it before its turn;
+// reading from a terminal would stop it for ever (SIGTTIN), so it gets an empty one.
+func (r *runner) stdin() *os.File {
+	if _, err := unix.IoctlGetTermios(int(r.o.Stdin.Fd()), unix.TCGETS); err == nil {
+		if null, err := os.Open(os.DevNull); err == nil {
+			return null
+		}
+	}
+	return r.o.Stdin
+}
+
+func (r *runner) environ() []string { return r.o.Env }
+
+// stopBefore tells whether a stop signal came while the run was starting.
+func (r *runner) stopBefore(sigs <-chan os.Signal) bool {
+	for {
+		select {
+		case s := <-sigs:
+			if sig, ok := s.(syscall.Signal); ok && slices.Contains(r.o.StopSignals, sig) {
+				r.log.Info("stopped before CMD was started", "signal", unix.SignalName(sig))
+				return true
+			}
+		default:
+			return false
+		}
+	}
+}
+
+func (r *runner) degraded(msg string) {
+	r.log.Warn("degraded", "why", msg)
+	r.emit(drain.Event{Type: EventDegraded, Message: msg})
+}
+
+func (r *runner) emit(e drain.Event) {
+	e.Service, e.Backend = r.o.Service, r.o.Name
+	if e.Gen == 0 {
+		e.Gen = r.gen
+	}
+	if e.Time.IsZero() {
+		e.Time = time.Now()
+	}
+	r.events.Publish(e)
+}
+
+var _ = net.Listen

@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/metrics"
+	"github.com/ebbproxy/ebb/probes"
+)
+
+// What follows is all that Ebb ever does to a connection of the application, and only during its drain.
+
+// busyAfter is how long retiring waits for a connection to fall idle by itself before the guard relaxes for clients
+// that never pause.
+const busyAfter = time.Second
+
+// retireBatch bounds the connections retired between two looks, so that an application with thousands of idle
+// clients does not see all of them leave in one instant.
+const retireBatch = 256
+
+// Retire implements drain.World: idle connections of the last look are ended one by one, as if their clients had left.
+func (b *backend) Retire(ctx context.Context) (int, error) {
+	b.lookMu.Lock()
+	vs := slices.Clone(b.verdicts)
+	now := time.Now()
+	if b.waitFrom.IsZero() {
+		b.waitFrom = now
+	}
+	guard := probes.RetireGuard{Busy: now.Sub(b.waitFrom) > busyAfter}
+	b.lookMu.Unlock()
+	n := 0
+	var failed error
+	for _, v := range vs {
+		if ctx.Err() != nil || n >= retireBatch {
+			break
+		}
+		if !probes.Retirable(v, guard) {
+			continue
+		}
+		err := probes.Retire(ctx, v)
+		switch {
+		case err == nil:
+			n++
+		case errors.Is(err, probes.ErrChanged), errors.Is(err, probes.ErrGone):
+		default:
+			failed = err
+		}
+	}
+	return n, failed
+}
+
+func survivorOf(v probes.Verdict) drain.Survivor {
+	s := v.Sample
+	return drain.Survivor{
+		Peer: s.Remote.String(), Local: s.Local.String(), Class: v.Class.String(),
+		Age: s.Since, Idle: v.IdleFor, Unacked: uint64(s.Unacked), In: s.BytesReceived, Out: s.BytesSent,
+	}
+}
+
+// Survivors implements drain.World.
+func (b *backend) Survivors(ctx context.Context) ([]drain.Survivor, error) {
+	vs, err := b.classify(ctx, b.coveredMap())
+	if err != nil {
+		return nil, err
+	}
+	out := make([]drain.Survivor, 0, len(vs))
+	for _, v := range vs {
+		if v.Class == probes.ClassClosing {
+			continue
+		}
+		out = append(out, survivorOf(v))
+	}
+	return out, nil
+}
+
+// Flush implements drain.World: CMD gets its stop signal once, and has flushed when it has exited. What is still open
+// then is held by a descriptor of ours, so that CMD's exit with unread data does not turn into a reset that destroys a
+// response on its way (RFC 9112, section 9.6).
+func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
+	if q.Reason == drain.FlushDeadline {
+		b.hold(ctx)
+	}
+	b.flushed.Store(true)
+	if err := b.proc.signal(b.flush); err != nil {
+		return err
+	}
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	var finishing sync.WaitGroup
+	defer finishing.Wait()
+	for {
+		select {
+		case <-b.proc.exited():
+			b.release(ctx, nil, &finishing)
+			return nil
+		case <-tick.C:
+			// What CMD has closed by itself is finished at once: its client waits for the FIN that our descriptor
+			// holds back.
+			b.release(ctx, b.stillOwned(ctx), &finishing)
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// hold takes a descriptor of every connection that is left.
+func (b *backend) hold(ctx context.Context) {
+	vs, err := b.classify(ctx, b.coveredMap())
+	if err != nil {
+		b.log.Warn("look at survivors", "err", err)
+		return
+	}
+	b.lookMu.Lock()
+	defer b.lookMu.Unlock()
+	for _, v := range vs {
+		s := v.Sample
+		if s.PID == 0 || s.FD < 0 || b.held[uint64(s.Inode)] != nil {
+			continue
+		}
+		h, err := probes.Hold(s.PID, s.FD, uint64(s.Inode))
+		if err != nil {
+			if !errors.Is(err, probes.ErrGone) {
+				b.log.Debug("hold connection", "peer", s.Remote.String(), "err", err)
+			}
+			continue
+		}
+		b.held[uint64(s.Inode)] = h
+	}
+}
+
+// stillOwned is the set of sockets that CMD's processes hold open; nil when that cannot be told, and then nothing may
+// be taken for closed.
+func (b *backend) stillOwned(ctx context.Context) map[uint64]bool {
+	b.lookMu.Lock()
+	none := len(b.held) == 0
+	b.lookMu.Unlock()
+	if none {
+		return map[uint64]bool{}
+	}
+	ss, full, err := b.dp.samples(ctx, b.proc.descendants(), b.coveredMap())
+	if err != nil || !full {
+		return nil
+	}
+	own := make(map[uint64]bool, len(ss))
+	for _, s := range ss {
+		own[uint64(s.Inode)] = true
+	}
+	return own
+}
+
+// release finishes the held connections that nobody else holds any more: SHUT_WR, then reading until the peer's FIN.
+// With owned nil they are all taken to be ours alone.
+func (b *backend) release(ctx context.Context, owned map[uint64]bool, wg *sync.WaitGroup) {
+	select {
+	case <-b.proc.exited():
+		owned = map[uint64]bool{}
+	default:
+		if owned == nil {
+			return
+		}
+	}
+	b.lookMu.Lock()
+	defer b.lookMu.Unlock()
+	for ino, h := range b.held {
+		if owned[ino] {
+			continue
+		}
+		delete(b.held, ino)
+		wg.Go(func() {
+			if err := h.FinishAfterExit(ctx); err != nil {
+				b.log.Debug("finish connection", "err", err)
+			}
+			if err := h.Close(); err != nil {
+				b.log.Debug("close held connection", "err", err)
+			}
+		})
+	}
+}
+
+// Cut implements drain.World. cut: the application sees each client leave (SHUT_RD, spread over the window) and may
+// still finish its answer; what is not acknowledged and closed by then is destroyed. reset destroys at once.
+func (b *backend) Cut(ctx context.Context, q drain.CutRequest) (drain.CutReport, error) {
+	ctx, cancel := context.WithTimeout(ctx, q.Within)
+	defer cancel()
+	var rep drain.CutReport
+	before, err := b.census(ctx)
+	if err != nil {
+		return rep, err
+	}
+	vs, err := b.classify(ctx, b.coveredMap())
+	if err != nil {
+		return rep, err
+	}
+	for _, v := range vs {
+		switch v.Class {
+		case probes.ClassActive, probes.ClassStalled, probes.ClassQueued, probes.ClassUnknown:
+			rep.InFlight++
+		}
+	}
+	if q.Method == drain.OnDeadlineCut {
+		b.askToEnd(ctx, vs, q)
+	}
+	mid, err := b.census(ctx)
+	if err != nil {
+		return rep, err
+	}
+	rep.Graceful = max(0, int(before.open+before.ending-mid.open-mid.ending))
+	if mid.open+mid.ending > 0 {
+		rep.Destroyed, rep.Note, err = b.destroy(ctx)
+	}
+	after, cerr := b.census(ctx)
+	if cerr == nil {
+		rep.Left = int(after.open + after.ending)
+	}
+	b.metrics.ConnectionsCut(b.service, metrics.CutShutdown, rep.Graceful)
+	b.metrics.ConnectionsCut(b.service, metrics.CutDestroy, rep.Destroyed)
+	return rep, errors.Join(err, cerr)
+}
+
+// askToEnd shuts the receiving side of each connection, at random moments of the window, and waits until they are gone
+// or most of the time is used.
+func (b *backend) askToEnd(ctx context.Context, vs []probes.Verdict, q drain.CutRequest) {
+	b.hold(ctx)
+	patience := q.Within * 2 / 3 // the rest is for destroying and for the application's own end
+	spread := min(q.Spread, patience)
+	type shut struct {
+		at time.Duration
+		h  *probes.Held
+	}
+	var plan []shut
+	b.lookMu.Lock()
+	for _, h := range b.held {
+		at := time.Duration(0)
+		if spread > 0 {
+			at = rand.N(spread)
+		}
+		plan = append(plan, shut{at, h})
+	}
+	b.lookMu.Unlock()
+	slices.SortFunc(plan, func(a, b shut) int { return int(a.at - b.at) })
+	began := time.Now()
+	for _, s := range plan {
+		if d := s.at - time.Since(began); d > 0 && !wait(ctx, d) {
+			return
+		}
+		if err := s.h.ShutRead(); err != nil {
+			b.log.Debug("shut receiving side", "err", err)
+		}
+	}
+	var finishing sync.WaitGroup
+	defer finishing.Wait()
+	fctx, cancel := context.WithDeadline(ctx, began.Add(patience))
+	defer cancel()
+	for wait(fctx, 20*time.Millisecond) {
+		b.release(fctx, b.stillOwned(fctx), &finishing)
+		if c, err := b.census(fctx); err == nil && c.open+c.ending == 0 {
+			return
+		}
+	}
+}
+
+// destroy ends by SOCK_DESTROY what is left on the covered ports. A subflow of an MPTCP connection could be
+// destroyed, yet both its applications would hang: such pairs are left and said so.
+func (b *backend) destroy(ctx context.Context) (n int, note string, err error) {
+	covered := b.coveredMap()
+	mptcp := map[uint16]bool{}
+	for _, l := range covered {
+		if l.mptcp {
+			mptcp[l.addr.Port()] = true
+		}
+	}
+	for _, sp := range b.dp.spaces() {
+		socks, err := b.dp.connections(ctx, sp, covered, false)
+		if err != nil {
+			return n, note, err
+		}
+		if len(socks) == 0 {
+			continue
+		}
+		if len(mptcp) > 0 {
+			pairs, err := mptcpPairs(ctx, sp.diag, covered)
+			if err != nil {
+				b.log.Debug("list MPTCP connections", "err", err)
+			}
+			all := len(socks)
+			socks = slices.DeleteFunc(socks, func(s probes.Socket) bool { return pairs[s.Remote.String()+" "+s.Local.String()] })
+			if left := all - len(socks); left > 0 {
+				note = fmt.Sprintf("%d MPTCP connections were left: destroying their subflows would hang both ends", left)
+			}
+		}
+		k, err := sp.diag.Destroy(ctx, socks)
+		n += k
+		if errors.Is(err, probes.ErrCannotForce) {
+			return n, "this kernel cannot destroy sockets (CONFIG_INET_DIAG_DESTROY): what is left ends with its process", nil
+		}
+		if errors.Is(err, unix.EPERM) {
+			return n, "no privilege to destroy sockets (CAP_NET_ADMIN): what is left ends with its process", nil
+		}
+		if err != nil {
+			return n, note, err
+		}
+	}
+	return n, note, nil
+}
+
+// mptcpPairs names the connections on the covered ports that really speak MPTCP; a plain TCP client of an MPTCP
+// listener is an ordinary connection.
+func mptcpPairs(ctx context.Context, d *probes.Diag, covered map[uint64]listener) (map[string]bool, error) {
+	socks, err := d.Dump(ctx, probes.Filter{States: connStates, LocalPorts: portsOf(covered), Protocol: unix.IPPROTO_MPTCP})
+	if err != nil {
+		return nil, err
+	}
+	m := make(map[string]bool, len(socks))
+	for _, s := range socks {
+		m[s.Remote.String()+" "+s.Local.String()] = true
+	}
+	return m, nil
+}
+
+// Kill implements drain.World: the last resort.
+func (b *backend) Kill(ctx context.Context) error {
+	select {
+	case <-b.proc.exited():
+		return nil
+	default:
+	}
+	b.log.Error("CMD has not ended in time and is killed", "pid", b.proc.pid)
+	if err := b.proc.killAll(); err != nil {
+		return err
+	}
+	select {
+	case <-b.proc.exited():
+	case <-ctx.Done():
+	}
+	b.lookMu.Lock()
+	defer b.lookMu.Unlock()
+	for ino, h := range b.held {
+		delete(b.held, ino)
+		if err := h.Close(); err != nil {
+			b.log.Debug("close held connection", "err", err)
+		}
+	}
+	return nil
+}
+
+// Emit implements drain.World.
+func (b *backend) Emit(e drain.Event) { b.emit(e) }
+
+var _ drain.World = (*backend)(nil)

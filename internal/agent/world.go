@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/metrics"
+	"github.com/ebbproxy/ebb/probes"
+)
+
+// backend is one supervised CMD as its drain sees it: the drain.World of `ebb run`.
+type backend struct {
+	name, service string
+	policy        drain.Policy
+	cov           coverage
+	notify        syscall.Signal // 0: none
+	flush         syscall.Signal
+	proc          *process
+	dp            datapath
+	journal       *journal
+	cookies       *cookieWatch
+	log           *slog.Logger
+	emit          func(drain.Event)
+	boot          func() time.Duration
+	metrics       *metrics.Metrics
+
+	ready   atomic.Bool
+	flushed atomic.Bool // the flush signal has been sent: an exit from now on was asked for
+
+	mu       sync.Mutex
+	covered  map[uint64]listener // by cookie; stays until the last connection of a closed listener is gone
+	aside    bool                // the covered ones are all on loopback
+	why      map[uint64]string   // why a listener is not covered
+	all      []listener
+	goneSum  uint64 // connections accepted by listeners that were forgotten
+	halfOpen map[*space]*probes.HalfOpen
+	mustSee  bool // after a restart the counts are checked against a walk before a zero is believed
+	drifted  bool
+	accepted uint64 // connections ever accepted, at the last census
+	atBegin  uint64 // the same when the drain began
+	refusing bool
+
+	lookMu   sync.Mutex // classifier and last look
+	cls      *probes.Classifier
+	verdicts []probes.Verdict
+	waitFrom time.Time // when retiring became allowed
+	requests map[uint64]uint32
+	held     map[uint64]*probes.Held
+}
+
+// refresh reads the listeners, decides which are covered and prepares those for the flip.
+func (b *backend) refresh(ctx context.Context) error {
+	ls, _, err := b.dp.listeners(ctx)
+	if err != nil {
+		return err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.take(ls)
+	return nil
+}
+
+// take replaces what is known of the listeners. The caller holds mu.
+func (b *backend) take(ls []listener) {
+	var live []listener
+	for _, l := range ls {
+		if l.live {
+			live = append(live, l)
+		}
+	}
+	why := b.cov.split(live)
+	reasons := make(map[uint64]string, len(live))
+	covered := make(map[uint64]listener, len(live))
+	aside, n := true, 0
+	for i, l := range live {
+		reasons[l.cookie] = why[i]
+		if why[i] != "" {
+			continue
+		}
+		n++
+		aside = aside && l.loopback()
+		if _, ok := b.covered[l.cookie]; !ok {
+			b.log.Info("listener found", "address", l.addr.String())
+			b.emit(drain.Event{Type: EventListener, Message: "listening on " + l.addr.String(), Fields: map[string]any{"address": l.addr.String(), "mptcp": l.mptcp}})
+			if err := b.dp.cover(l); err != nil {
+				reasons[l.cookie] = err.Error()
+				b.log.Warn("prepare listener", "address", l.addr.String(), "err", err)
+			}
+		}
+		covered[l.cookie] = l
+	}
+	for _, l := range ls {
+		if l.live {
+			continue
+		}
+		// A closed listener's connections are still the backend's.
+		if _, was := b.covered[l.cookie]; !was && n > 0 {
+			continue
+		}
+		if l.open+l.ending+l.closing == 0 {
+			b.goneSum += l.total
+			b.dp.forget(l.cookie)
+			continue
+		}
+		covered[l.cookie] = l
+	}
+	b.all, b.why, b.covered, b.aside = ls, reasons, covered, aside && n > 0
+}
+
+// listening lists the covered listeners that are open.
+func (b *backend) listening() []listener {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	var ls []listener
+	for _, l := range b.covered {
+		if l.live {
+			ls = append(ls, l)
+		}
+	}
+	return ls
+}
+
+func (b *backend) coveredMap() map[uint64]listener {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.covered // replaced, never changed
+}
+
+// census is the kernel's count over the covered listeners.
+type census struct {
+	open, ending, closing int64
+	total                 uint64
+	known                 bool
+}
+
+func (b *backend) census(ctx context.Context) (census, error) {
+	ls, known, err := b.dp.listeners(ctx)
+	if err != nil {
+		return census{}, err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.take(ls)
+	c := census{known: known && !b.drifted && !b.mustSee, total: b.goneSum}
+	for _, l := range b.covered {
+		c.open += l.open
+		c.ending += l.ending
+		c.closing += l.closing
+		c.total += l.total
+	}
+	b.accepted = c.total
+	return c, nil
+}
+
+// Journal implements drain.World.
+func (b *backend) Journal(r drain.Record) error {
+	if err := b.journal.append(r); err != nil {
+		return err
+	}
+	switch r.Type {
+	case "begin", "shorten", "extend":
+		b.begun(r)
+	}
+	return nil
+}
+
+// SetReady implements drain.World.
+func (b *backend) SetReady(ready bool) { b.ready.Store(ready) }
+
+// Notify implements drain.World.
+func (b *backend) Notify(context.Context, drain.Notice) error {
+	if b.notify == 0 {
+		return nil
+	}
+	return b.proc.signal(b.notify)
+}
+
+// CloseAdmission implements drain.World.
+func (b *backend) CloseAdmission(ctx context.Context, until time.Time) error {
+	if err := b.refresh(ctx); err != nil {
+		return err
+	}
+	if b.cookies.recent(time.Now()) {
+		// The last ACK of a stateless handshake would be refused like a SYN: give those that are out time to come in.
+		b.emit(drain.Event{Type: drain.EventWarning, Message: "SYN cookies were sent within the last minute: admission stays open 2s more, since their handshakes cannot be told from new ones"})
+		wait(ctx, 2*time.Second)
+	}
+	ls := b.listening()
+	if len(ls) == 0 {
+		return nil // nothing listens: nothing new can come
+	}
+	b.mu.Lock()
+	aside := b.aside
+	b.mu.Unlock()
+	if err := b.dp.refuse(ctx, ls, aside, b.boot()+time.Until(until)); err != nil {
+		if errors.Is(err, errUnguarded) {
+			return fmt.Errorf("%w: %w", drain.ErrUnguarded, err)
+		}
+		return err
+	}
+	b.mu.Lock()
+	b.refusing = true
+	b.halfOpen = nil
+	b.mu.Unlock()
+	return nil
+}
+
+// OpenAdmission implements drain.World.
+func (b *backend) OpenAdmission(context.Context) error {
+	b.mu.Lock()
+	b.refusing = false
+	b.mu.Unlock()
+	return errors.Join(b.dp.admit(), b.dp.unmark())
+}
+
+// Settled implements drain.World.
+func (b *backend) Settled(ctx context.Context) (drain.Pending, error) {
+	var p drain.Pending
+	b.mu.Lock()
+	first := b.halfOpen == nil
+	if first {
+		b.halfOpen = map[*space]*probes.HalfOpen{}
+	}
+	snaps := b.halfOpen
+	b.mu.Unlock()
+	ports, cookies := portsOf(b.coveredMap()), b.coveredMap()
+	for _, sp := range b.dp.spaces() {
+		if first {
+			s, err := sp.diag.HalfOpen(ctx, ports)
+			if err != nil {
+				return p, err
+			}
+			b.mu.Lock()
+			snaps[sp] = s
+			b.mu.Unlock()
+		}
+		b.mu.Lock()
+		s := snaps[sp]
+		b.mu.Unlock()
+		q, h, err := sp.diag.Pending(ctx, ports, has(cookies), s)
+		if err != nil {
+			return p, err
+		}
+		p.Queued += q
+		p.HalfOpen += h
+	}
+	return p, nil
+}
+
+func has(m map[uint64]listener) func(uint64) bool {
+	return func(c uint64) bool { _, ok := m[c]; return ok }
+}
+
+// Look implements drain.World: the census says how many, a walk says of which class.
+func (b *backend) Look(ctx context.Context) (drain.Counts, error) {
+	if err := b.check(ctx); err != nil {
+		return drain.Counts{}, err
+	}
+	c, err := b.census(ctx)
+	if err != nil {
+		return drain.Counts{}, err
+	}
+	covered := b.coveredMap()
+	counts := drain.Counts{Known: c.known, Accepted: c.total, Closing: c.closing}
+	if !c.known {
+		return counts, nil
+	}
+	ports := portsOf(covered)
+	for _, sp := range b.dp.spaces() {
+		if len(ports) == 0 {
+			break
+		}
+		q, h, err := sp.diag.Pending(ctx, ports, has(covered), nil)
+		if err != nil {
+			return drain.Counts{}, err
+		}
+		counts.Queued += int64(q)
+		counts.Handshake += int64(h)
+	}
+	if c.open+c.ending == 0 {
+		counts.Queued = 0 // what is queued is open; the queue was read later
+		b.lookMu.Lock()
+		b.verdicts = nil
+		b.lookMu.Unlock()
+		return counts, nil
+	}
+	verdicts, err := b.classify(ctx, covered)
+	if err != nil {
+		return drain.Counts{}, err
+	}
+	for _, v := range verdicts {
+		switch v.Class {
+		case probes.ClassIdle:
+			counts.Idle++
+		case probes.ClassUnused:
+			counts.Unused++
+		case probes.ClassStalled:
+			counts.Stalled++
+		}
+	}
+	// The walk took time: count again, and believe the larger.
+	after, err := b.census(ctx)
+	if err != nil {
+		return drain.Counts{}, err
+	}
+	c.open, c.ending, counts.Accepted = max(c.open, after.open), max(c.ending, after.ending), after.total
+	counts.Known = after.known
+	// The census is the number; the walk only tells classes. Whatever was not seen to be something else is active: a
+	// connection on its way between processes, or one whose class is unknown.
+	counts.Queued = min(counts.Queued, c.open)
+	counts.Active = max(0, c.open+c.ending-counts.Queued-counts.Idle-counts.Unused-counts.Stalled)
+	return counts, nil
+}
+
+// classify looks at each connection of the covered listeners.
+func (b *backend) classify(ctx context.Context, covered map[uint64]listener) ([]probes.Verdict, error) {
+	b.lookMu.Lock()
+	defer b.lookMu.Unlock()
+	ss, full, err := b.dp.samples(ctx, b.proc.descendants(), covered)
+	if err != nil {
+		return nil, err
+	}
+	b.verdicts = b.cls.Look(time.Now(), ss, full)
+	return b.verdicts, nil
+}
+
+// check compares the census with a walk where that is due: after a restart, before anything is believed.
+func (b *backend) check(ctx context.Context) error {
+	b.mu.Lock()
+	due := b.mustSee
+	b.mu.Unlock()
+	if !due {
+		return nil
+	}
+	equal, _, err := b.audit(ctx)
+	if err != nil {
+		return err
+	}
+	if equal {
+		b.mu.Lock()
+		b.mustSee = false
+		b.mu.Unlock()
+	}
+	return nil
+}
+
+// lift opens admission when nothing of ours listens any more: whoever listens on these addresses from now on is
+// somebody else. The kernel does it by itself unless one of our other listeners is still open.
+func (b *backend) lift() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if !b.refusing {
+		return
+	}
+	for _, l := range b.covered {
+		if l.live {
+			return
+		}
+	}
+	b.refusing = false
+	if err := b.dp.admit(); err != nil {
+		b.log.Warn("open admission after the last listener closed", "err", err)
+	}
+}
+
+// begun notes where the counts stood when the drain began, so that what came later can be told.
+func (b *backend) begun(r drain.Record) {
+	c, err := b.census(context.Background())
+	if err == nil {
+		b.mu.Lock()
+		b.atBegin = c.total
+		b.mu.Unlock()
+	}
+	if err := b.dp.mark(time.Duration(r.BegunBoot), time.Duration(r.DeadlineBoot)); err != nil {
+		b.log.Warn("mark drain in the kernel: zero is found by polling alone", "err", err)
+	}
+}
+
+// late counts the connections that came after the backend was told to stop; nil when no drain has begun here.
+func (b *backend) late() *api.Late {
+	b.mu.Lock()
+	admitted := int64(b.accepted) - int64(b.atBegin)
+	b.mu.Unlock()
+	refused, ok := b.dp.refused()
+	if !ok {
+		return &api.Late{Admitted: max(0, admitted)}
+	}
+	return &api.Late{Admitted: max(0, admitted), Refused: refused}
+}
