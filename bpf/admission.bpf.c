@@ -1,5 +1,5 @@
 //go:build ignore
-// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
+//  SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
 /*
  * What happens to a SYN. Runs when the kernel looks for a listener, hence never for a connection
  * that exists. Every doubt ends in SK_PASS, the ordinary look-up: this program fails towards
@@ -22,7 +22,8 @@ static __always_inline struct admission *find(struct bpf_sk_lookup *ctx)
 	__u32 *addr = (__u32 *)key.addr;
 	struct admission *a;
 
-	/* In the order in which the kernel prefers listeners: exact, wildcard of the same family, ::. */
+	/* In the order in which the kernel prefers listeners: exact, wildcard of the same family,
+	 * ::. */
 	if (ctx->family == AF_INET) {
 		key.family = AF_INET;
 		addr[0] = ctx->local_ip4;
@@ -58,7 +59,8 @@ static __always_inline __u32 mix(__u32 h, __u32 v)
 	return h ^ (h >> 15);
 }
 
-/* The same client address and port always starts at the same target, so a retransmitted SYN stays. */
+/* The same client address and port always starts at the same target, so a retransmitted SYN stays.
+ */
 static __always_inline __u32 hash(struct bpf_sk_lookup *ctx)
 {
 	__u32 h = mix(ctx->remote_port, ctx->local_port);

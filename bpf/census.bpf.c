@@ -1,5 +1,5 @@
 //go:build ignore
-// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
+//  SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
 /*
  * Counts the connections of every backend. Two hooks see each socket, since neither sees all of it:
  *  - sock_ops is never skipped, but another program can overwrite its callback flags;
@@ -8,8 +8,8 @@
  * Both drive the state machine in census.h.
  *
  * Which listeners are a backend's is decided once, at LISTEN, in the context of the process that
- * listens. A connection is recognised by its listener's tag, which it inherits: its local port may be
- * another one after steering, and is zero by the time it closes.
+ * listens. A connection is recognised by its listener's tag, which it inherits: its local port may
+ * be another one after steering, and is zero by the time it closes.
  */
 #include "census.h"
 
@@ -43,7 +43,8 @@ static __always_inline struct watch_rule *watched(const struct address *a)
 		key.id = tgid;
 		w = bpf_map_lookup_elem(&watch, &key);
 		if (w && w->start == BPF_CORE_READ(task, group_leader, start_boottime)) {
-			/* A supervisor's own listener is nobody's, not even an outer supervisor's. */
+			/* A supervisor's own listener is nobody's, not even an outer supervisor's.
+			 */
 			if (i == 0 && (w->flags & WATCH_NOT_SELF))
 				return NULL;
 			return w;

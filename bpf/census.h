@@ -127,8 +127,8 @@ static __always_inline bool step(struct tag *t, __u32 want, __u8 how, const bool
 	if (!weight(was))
 		return was < TAG_OPEN;
 	/*
-	 * Add, then read again: of several that go down at once at least the last one reads zero, so
-	 * zero may be told twice but is never missed. It needs no atomic that returns a value.
+	 * Add, then read again: of several that go down at once at least the last one reads zero,
+	 * so zero may be told twice but is never missed. It needs no atomic that returns a value.
 	 */
 	live = *(volatile __u64 *)&c->live;
 	if (live && (was != TAG_OPEN || (live & 0xffffffff)))
@@ -146,8 +146,8 @@ static __always_inline __u64 netns_of(struct sock *sk)
 	return BPF_CORE_READ(sk, __sk_common.skc_net.net, net_cookie);
 }
 
-static __always_inline void set_address(struct sock *sk, __u16 family, struct in6_addr *v6, __be32 v4,
-					__u8 *out, __u8 *out_family)
+static __always_inline void set_address(struct sock *sk, __u16 family, struct in6_addr *v6,
+					__be32 v4, __u8 *out, __u8 *out_family)
 {
 	__u32 *to = (__u32 *)out;
 
@@ -180,7 +180,8 @@ static __always_inline void local_address(struct sock *sk, struct address *a)
 	a->pad = 0;
 	if (family == AF_INET6)
 		BPF_CORE_READ_INTO(&v6, sk, __sk_common.skc_v6_rcv_saddr);
-	set_address(sk, family, &v6, BPF_CORE_READ(sk, __sk_common.skc_rcv_saddr), a->addr, &a->family);
+	set_address(sk, family, &v6, BPF_CORE_READ(sk, __sk_common.skc_rcv_saddr), a->addr,
+		    &a->family);
 }
 
 static __always_inline bool any(const struct address *a)

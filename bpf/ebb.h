@@ -20,9 +20,9 @@ typedef __u16 __be16;
 typedef __u32 __be32;
 typedef __u32 __wsum;
 typedef _Bool bool;
-#define true 1
+#define true  1
 #define false 0
-#define NULL ((void *)0)
+#define NULL  ((void *)0)
 
 enum bpf_map_type {
 	BPF_MAP_TYPE_HASH = 1,
@@ -75,7 +75,8 @@ enum tcp_state {
 #define SOCK_OPS_LISTEN		     11
 #define SOCK_OPS_STATE_FLAG	     (1U << 2)
 
-/* The contexts of sk_lookup and sock_ops as user space sees them; the verifier rewrites the accesses. */
+/* The contexts of sk_lookup and sock_ops as user space sees them; the verifier rewrites the
+ * accesses. */
 struct bpf_sk_lookup {
 	__u64 sk;
 	__u32 family;
@@ -171,8 +172,39 @@ struct sock_common {
 	} skc_cookie;
 };
 
+struct bpf_map {
+	__u32 id;
+};
+
+struct bpf_local_storage_map {
+	struct bpf_map map;
+};
+
+struct bpf_local_storage_data {
+	struct bpf_local_storage_map *smap;
+	__u8 data[1];
+};
+
+struct hlist_node {
+	struct hlist_node *next;
+};
+
+struct hlist_head {
+	struct hlist_node *first;
+};
+
+struct bpf_local_storage_elem {
+	struct hlist_node snode;
+	struct bpf_local_storage_data sdata;
+};
+
+struct bpf_local_storage {
+	struct hlist_head list;
+};
+
 struct sock {
 	struct sock_common __sk_common;
+	struct bpf_local_storage *sk_bpf_storage;
 	__u16 sk_protocol;
 	__u8 sk_shutdown;
 	__u32 sk_ack_backlog;
@@ -285,8 +317,8 @@ struct bpf_iter__task_file {
 /* ---- what crosses into user space ---- */
 
 /*
- * A listening address. A v4-mapped IPv6 address is stored as IPv4 (family AF_INET, the address in the
- * first four bytes, the rest zero), because the kernel finds such a listener in the same place.
+ * A listening address. A v4-mapped IPv6 address is stored as IPv4 (family AF_INET, the address in
+ * the first four bytes, the rest zero), because the kernel finds such a listener in the same place.
  */
 struct address {
 	__u64 netns;
@@ -346,8 +378,8 @@ enum tag_state {
 	TAG_NEW = 0,	  /* not counted yet */
 	TAG_LISTENER = 1, /* a listener; in a socket cloned from it: not counted yet */
 	TAG_OPEN = 2,	  /* ESTABLISHED, CLOSE_WAIT */
-	TAG_ENDING = 3,	  /* FIN_WAIT1, CLOSING, LAST_ACK: our FIN is sent and not yet acknowledged */
-	TAG_CLOSING = 4,  /* FIN_WAIT2: our FIN and all before it is acknowledged */
+	TAG_ENDING = 3, /* FIN_WAIT1, CLOSING, LAST_ACK: our FIN is sent and not yet acknowledged */
+	TAG_CLOSING = 4, /* FIN_WAIT2: our FIN and all before it is acknowledged */
 	TAG_DONE = 5,
 };
 
@@ -408,7 +440,8 @@ struct watch_key {
 };
 
 enum watch_flag {
-	WATCH_NOT_SELF = 1, /* the process's own listeners are not the backend's, its children's are */
+	WATCH_NOT_SELF =
+		1, /* the process's own listeners are not the backend's, its children's are */
 };
 
 #define MAX_PORTS 16
@@ -518,6 +551,8 @@ struct port_key {
 struct walk_order {
 	__u32 tgid;  /* 0: the iterator is already limited to one process */
 	__u32 conns; /* 0: listeners, 1: connections */
+	__u32 tags;  /* the id of the map tags */
+	__u32 pad;
 	struct watch_rule target;
 };
 
@@ -525,7 +560,7 @@ struct walk_result {
 	__u64 listeners;
 	__u64 conns;
 	__u64 healed;
-	__u64 mptcp; /* files of MPTCP sockets, which cannot be adopted */
+	__u64 mptcp; /* files of MPTCP listeners without a tag: they cannot be adopted */
 };
 
 #endif /* EBB_H */

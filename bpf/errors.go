@@ -17,9 +17,10 @@ var (
 	ErrTaken = errors.New("belongs to another backend")
 	// ErrMPTCP means that an MPTCP listener cannot be steered to: no socket map takes it.
 	ErrMPTCP = errors.New("is an MPTCP listener, which cannot be steered to")
-	// ErrAdoptMPTCP means that MPTCP sockets that existed before the installation are not counted:
-	// no kernel helper takes their subflow from a file. Later ones are counted like all others.
-	ErrAdoptMPTCP = errors.New("are MPTCP sockets, which can be counted only from their creation on")
+	// ErrAdoptMPTCP means that MPTCP listeners that listened before the installation, and their
+	// connections, are not counted: no kernel helper takes a subflow from a file. One that listens
+	// later is counted like all others.
+	ErrAdoptMPTCP = errors.New("speak MPTCP, which can be counted only from the start of listening on")
 	// ErrForeignNamespace means that a socket is in another network namespace than the rule. The
 	// kernel does not check that, and connections steered there disappear.
 	ErrForeignNamespace = errors.New("is in another network namespace")

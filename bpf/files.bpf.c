@@ -1,5 +1,5 @@
 //go:build ignore
-// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
+//  SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
 /*
  * Readers that walk the open files of one process, and the tasks. They touch only sockets that a
  * process holds, so neither the established table nor a request socket is ever walked.
@@ -60,6 +60,32 @@ static __always_inline struct sock *socket_of(struct file *file, __u16 *protocol
 	return sk;
 }
 
+#define MAX_STORAGES 16
+
+/*
+ * The tag of an MPTCP socket's first subflow. No helper takes a subflow that was found through its
+ * MPTCP socket, since the verifier does not know its type; so the storage is read like any memory.
+ */
+static __always_inline bool subflow_tag(struct sock *sk, const struct walk_order *w,
+					struct tag *out)
+{
+	struct bpf_local_storage_elem *e = NULL;
+	struct hlist_node *n;
+
+	if (!bpf_core_field_exists(sk->sk_bpf_storage) ||
+	    !bpf_core_field_exists(((struct bpf_local_storage *)0)->list) ||
+	    !bpf_core_field_exists(e->snode) || !bpf_core_field_exists(e->sdata.smap))
+		return false;
+	n = BPF_CORE_READ(sk, sk_bpf_storage, list.first);
+	for (int i = 0; i < MAX_STORAGES && n; i++) {
+		e = (void *)n - bpf_core_field_offset(struct bpf_local_storage_elem, snode);
+		if (BPF_CORE_READ(e, sdata.smap, map.id) == w->tags)
+			return !bpf_core_read(out, sizeof(*out), &e->sdata.data);
+		n = BPF_CORE_READ(n, next);
+	}
+	return false;
+}
+
 SEC("iter/task_file")
 int files(struct bpf_iter__task_file *ctx)
 {
@@ -78,7 +104,7 @@ int files(struct bpf_iter__task_file *ctx)
 		return 0;
 	r.tgid = task->tgid;
 	w = bpf_map_lookup_elem(&walk, &zero);
-	if (w && w->tgid && w->tgid != r.tgid)
+	if (!w || (w->tgid && w->tgid != r.tgid))
 		return 0;
 	sk = socket_of(file, &r.protocol);
 	if (!sk)
@@ -91,6 +117,7 @@ int files(struct bpf_iter__task_file *ctx)
 		if (!sk)
 			return 0;
 		r.cookie = BPF_CORE_READ(sk, __sk_common.skc_cookie.counter);
+		r.tagged = subflow_tag(sk, w, &r.tag);
 	} else {
 		t = bpf_sk_storage_get(&tags, sk, NULL, 0);
 		if (t) {
@@ -171,7 +198,15 @@ int adopt(struct bpf_iter__task_file *ctx)
 	if (!sk)
 		return 0;
 	if (protocol == IPPROTO_MPTCP) {
-		done->mptcp++; /* no helper takes its subflow from here */
+		if (w->conns || !bpf_core_type_exists(struct mptcp_sock))
+			return 0;
+		sk = BPF_CORE_READ((struct mptcp_sock *)sk, first);
+		if (!sk || subflow_tag(sk, w, &init))
+			return 0;
+		local_address(sk, &a);
+		if (BPF_CORE_READ(sk, __sk_common.skc_state) == TCP_LISTEN && a.port &&
+		    wanted(&w->target, &a, &flags))
+			done->mptcp++;
 		return 0;
 	}
 	st = BPF_CORE_READ(sk, __sk_common.skc_state);
@@ -184,8 +219,8 @@ int adopt(struct bpf_iter__task_file *ctx)
 		if (!wanted(&w->target, &a, &flags))
 			return 0;
 		cookie = bpf_get_socket_cookie(sk);
-		if (!tag_listener(sk, sk, cookie, &a, w->target.backend, w->target.gen, flags, BY_ADOPT,
-				  true))
+		if (!tag_listener(sk, sk, cookie, &a, w->target.backend, w->target.gen, flags,
+				  BY_ADOPT, true))
 			return 0;
 		done->listeners++;
 		if (BPF_CORE_READ(sk, __sk_common.skc_state) != TCP_LISTEN) {
@@ -234,7 +269,8 @@ int adopt(struct bpf_iter__task_file *ctx)
 	return 0;
 }
 
-/* For each process of the reader's pid namespace: its global id, its start, and whether it reads. */
+/* For each process of the reader's pid namespace: its global id, its start, and whether it reads.
+ */
 SEC("iter/task")
 int tasks(struct bpf_iter__task *ctx)
 {

@@ -66,6 +66,7 @@ type fileReaders struct {
 		Walked   *ebpf.Map     `ebpf:"walked"`
 		Adopting *ebpf.Map     `ebpf:"adopting"`
 	}
+	tagsID uint32 // the id of the map of tags, by which an MPTCP subflow's tag is recognised
 }
 
 func (r *fileReaders) close() error {
@@ -97,6 +98,15 @@ func (h *Host) readers() (*fileReaders, error) {
 		return nil, fmt.Errorf("load file readers: %w: %w", ErrNotSupported, err)
 	}
 	h.files = r
+	info, err := h.maps.Tags.Info()
+	if err != nil {
+		return nil, fmt.Errorf("identify map of tags: %w", err)
+	}
+	id, ok := info.ID()
+	if !ok {
+		return nil, fmt.Errorf("identify map of tags: %w", ErrNotSupported)
+	}
+	r.tagsID = uint32(id)
 	return r, nil
 }
 
@@ -114,7 +124,7 @@ func (h *Host) Files(pid int) ([]File, error) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if err := r.objs.Walk.Put(uint32(0), &filesWalkOrder{Tgid: tgid}); err != nil {
+	if err := r.objs.Walk.Put(uint32(0), &filesWalkOrder{Tgid: tgid, Tags: r.tagsID}); err != nil {
 		return nil, fmt.Errorf("read files of %d: %w", pid, err)
 	}
 	raw, err := walk(r.objs.Files, pid)
@@ -174,8 +184,9 @@ var tick = sync.OnceValue(func() time.Duration {
 // first, so that nothing falls between. It is idempotent and returns how many were new.
 //
 // A connection that waits in an accept queue has no file and is adopted once it is accepted: repeat
-// until a call adopts none and the accept queue was once seen empty. The files of MPTCP sockets cannot be
-// adopted: after the rest is done the error wraps ErrAdoptMPTCP, and the backend's count is unknown.
+// until a call adopts none and the accept queue was once seen empty. An MPTCP
+// listener that is not counted yet cannot be adopted: when the rest is done the error wraps ErrAdoptMPTCP,
+// and the backend's count is unknown.
 func (h *Host) Adopt(pids []int, t AdoptTarget) (listeners, conns int, err error) {
 	r, err := h.readers()
 	if err != nil {
@@ -185,7 +196,7 @@ func (h *Host) Adopt(pids []int, t AdoptTarget) (listeners, conns int, err error
 	if err != nil {
 		return 0, 0, fmt.Errorf("adopt: %w", err)
 	}
-	order := filesWalkOrder{}
+	order := filesWalkOrder{Tags: r.tagsID}
 	order.Target.Backend, order.Target.Gen = target.Backend, target.Gen
 	order.Target.Nonly, order.Target.Nexclude = target.Nonly, target.Nexclude
 	order.Target.Only, order.Target.Exclude = target.Only, target.Exclude
@@ -215,7 +226,7 @@ func (h *Host) Adopt(pids []int, t AdoptTarget) (listeners, conns int, err error
 		}
 	}
 	if mptcp > 0 {
-		return listeners, conns, fmt.Errorf("adopt: %d files %w", mptcp, ErrAdoptMPTCP)
+		return listeners, conns, fmt.Errorf("adopt: %d listeners %w", mptcp, ErrAdoptMPTCP)
 	}
 	return listeners, conns, nil
 }
@@ -272,44 +283,52 @@ func (r *fileReaders) adopt(pids []int, order filesWalkOrder) (filesWalkResult, 
 	return done, err
 }
 
-// walk runs an iterator over one process, or over all with pid 0, and returns what it wrote. The
-// library's own iterator has no option for the process: these are BPF_LINK_CREATE and BPF_ITER_CREATE
-// of include/uapi/linux/bpf.h.
+// Commands and attach type of include/uapi/linux/bpf.h.
+const (
+	bpfLinkCreate = 28
+	bpfIterCreate = 33
+	bpfTraceIter  = 28
+)
+
+// walk runs an iterator over one process and returns what it wrote. Before Linux 6.1 it runs over all
+// processes of the caller's pid namespace, and the program picks the one.
 func walk(prog *ebpf.Program, pid int) ([]byte, error) {
-	const (
-		linkCreate = 28
-		iterCreate = 33
-		traceIter  = 28
-	)
-	info := struct{ tid, pid, pidFD uint32 }{pid: uint32(pid)}
-	create := struct {
-		prog, target, attach, flags uint32
-		info                        uint64
-		infoLen, _                  uint32
-	}{prog: uint32(prog.FD()), attach: traceIter, info: uint64(uintptr(unsafe.Pointer(&info))), infoLen: uint32(unsafe.Sizeof(info))}
-	if pid == 0 {
-		create.info, create.infoLen = 0, 0
+	linkFD, err := attachIter(prog, pid)
+	if errors.Is(err, unix.E2BIG) || errors.Is(err, unix.EINVAL) {
+		linkFD, err = attachIter(prog, 0)
 	}
-	linkFD, err := bpfCall(linkCreate, unsafe.Pointer(&create), unsafe.Sizeof(create))
-	if pid != 0 && (errors.Is(err, unix.E2BIG) || errors.Is(err, unix.EINVAL)) {
-		// Before 6.1: all processes are walked and the program picks the one.
-		create.info, create.infoLen = 0, 0
-		linkFD, err = bpfCall(linkCreate, unsafe.Pointer(&create), unsafe.Sizeof(create))
-	}
-	runtime.KeepAlive(&info)
-	runtime.KeepAlive(prog)
 	if err != nil {
 		return nil, fmt.Errorf("attach iterator: %w", err)
 	}
 	defer unix.Close(linkFD)
 	iter := struct{ link, flags uint32 }{link: uint32(linkFD)}
-	fd, err := bpfCall(iterCreate, unsafe.Pointer(&iter), unsafe.Sizeof(iter))
+	fd, err := bpfCall(bpfIterCreate, unsafe.Pointer(&iter), unsafe.Sizeof(iter))
 	if err != nil {
 		return nil, fmt.Errorf("create iterator: %w", err)
 	}
 	f := os.NewFile(uintptr(fd), "bpf_iter")
 	defer f.Close()
 	return io.ReadAll(f)
+}
+
+// attachIter creates an iterator link, limited to a process unless pid is 0. The library has no option for
+// the process.
+func attachIter(prog *ebpf.Program, pid int) (int, error) {
+	info := &struct{ tid, pid, pidFD uint32 }{pid: uint32(pid)}
+	var pin runtime.Pinner // the kernel is given its address as a number
+	pin.Pin(info)
+	defer pin.Unpin()
+	attr := struct {
+		prog, target, attach, flags uint32
+		info                        uint64
+		infoLen, _                  uint32
+	}{prog: uint32(prog.FD()), attach: bpfTraceIter}
+	if pid != 0 {
+		attr.info, attr.infoLen = uint64(uintptr(unsafe.Pointer(info))), uint32(unsafe.Sizeof(*info))
+	}
+	fd, err := bpfCall(bpfLinkCreate, unsafe.Pointer(&attr), unsafe.Sizeof(attr))
+	runtime.KeepAlive(prog)
+	return fd, err
 }
 
 func bpfCall(cmd uintptr, attr unsafe.Pointer, size uintptr) (int, error) {

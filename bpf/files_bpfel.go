@@ -88,6 +88,8 @@ type filesWalkOrder struct {
 	_      structs.HostLayout
 	Tgid   uint32
 	Conns  uint32
+	Tags   uint32
+	Pad    uint32
 	Target struct {
 		_        structs.HostLayout
 		Backend  uint64

@@ -66,8 +66,8 @@ struct {
 } watch SEC(".maps");
 
 /*
- * socket → tag. Written by the kernel; a child inherits its listener's tag. It goes with its socket.
- * No memory: the socket is not counted, which ERROR_TAGS_NOMEM shows for a listener.
+ * socket → tag. Written by the kernel; a child inherits its listener's tag. It goes with its
+ * socket. No memory: the socket is not counted, which ERROR_TAGS_NOMEM shows for a listener.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
@@ -102,8 +102,8 @@ struct ring {
 };
 
 /*
- * backend id → ring of events, made by its owner: a ring has one consumer. No ring: no event. A full
- * ring drops events and counts ERROR_RING_FULL; events are hints, the levels are in counts.
+ * backend id → ring of events, made by its owner: a ring has one consumer. No ring: no event. A
+ * full ring drops events and counts ERROR_RING_FULL; events are hints, the levels are in counts.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH_OF_MAPS);
