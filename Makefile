@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# Under sudo the PATH often lacks the place of Go; the PATH that it has comes first.
+export PATH := $(PATH):/usr/local/go/bin:/usr/lib/go-1.26/bin:/snap/bin
+export GO ?= go
+setup := tools/setup.sh
+root := $(filter 0,$(shell id -u))
+
+# describe is empty without git or a tag-less clone, and so the version then says what it is: a build of a tree.
+version := $(or $(shell git describe --tags --always --dirty 2>/dev/null),unknown)
+commit := $(or $(shell git rev-parse HEAD 2>/dev/null),unknown)
+ldflags := -X main.version=$(version) -X main.commit=$(commit)
+
+# Root tests share the kernel: one package at a time keeps their loads apart.
+testflags := -race -timeout 30m $(if $(root),-p 1)
+FUZZTIME ?= 30s
+KERNELS ?= 5.10 6.1
+scripts = .ci/run $(wildcard tools/*.sh) $(shell git ls-files '*.sh')
+
+.PHONY: help build demo test full kernels generate check-generate lint fuzz ci
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+build: ## make bin/ebb; needs Go alone
+	@command -v $(GO) >/dev/null || { echo 'make: Go is missing: install Go 1.26 or later'; exit 1; }
+	$(GO) build -trimpath -buildvcs=false -ldflags '$(ldflags)' -o bin/ebb ./cmd/ebb
+
+demo: build ## show the main job on this machine (root)
+	@$(setup) mounts
+	./bin/ebb demo
+
+test: build ## run the tests, as root all of them
+	@$(setup) race 'test?' mounts
+	@$(if $(root),,echo 'make: not root: tests that need it are skipped')
+	$(GO) build -race ./...
+	$(GO) test $(testflags) -json ./... | (cd tools && $(GO) run ./testsum -last ../bin/tests.txt)
+	cd tools && $(GO) test $(testflags) ./...
+
+full: build ## run the long versions of the tests (root) and keep their results under docs/results
+	@$(setup) test mounts
+	@mkdir -p docs/results
+	tools/full.sh docs/results
+
+kernels: ## run the tests of bpf on other kernels under qemu
+	@$(setup) kernels
+	tools/kernels.sh $(KERNELS)
+
+generate: ## make the BPF objects again from their source
+	@$(setup) generate
+	$(GO) generate ./...
+
+check-generate: ## check that the BPF objects are what their source makes
+	@$(setup) generate
+	tools/check-generate.sh
+
+lint: ## check format, vet, fixes, modules, staticcheck, vulnerabilities, BPF C and scripts
+	@$(setup) lint
+	@echo 'lint: gofmt'; files=$$(gofmt -l .); [[ -z $$files ]] || { echo "gofmt these: $$files"; exit 1; }
+	$(GO) vet ./...
+	cd tools && $(GO) vet ./...
+	$(GO) fix -diff ./...
+	cd tools && $(GO) fix -diff ./...
+	$(GO) mod tidy -diff
+	cd tools && $(GO) mod tidy -diff
+	staticcheck=$$(cd tools && $(GO) tool -n staticcheck) && "$$staticcheck" ./... && cd tools && "$$staticcheck" ./...
+	cd tools && $(GO) run ./vulncheck .. .
+	clang-format-19 --dry-run -Werror bpf/*.c bpf/*.h
+	shellcheck $(sort $(scripts))
+	@echo 'lint: promtool'; find deploy docs -name '*.rules.y*ml' -print0 | xargs -0 -r promtool check rules
+
+fuzz: ## run each fuzz target for FUZZTIME (30s)
+	tools/fuzz.sh $(FUZZTIME)
+
+# The commands of the README are among these. The quick ones come first.
+ci: ## everything that a change must pass (root)
+	$(MAKE) build
+	$(MAKE) lint
+	$(MAKE) check-generate
+	$(MAKE) demo
+	$(MAKE) test
+	$(MAKE) fuzz FUZZTIME=5s
+	$(MAKE) kernels
+	@cat bin/tests.txt
