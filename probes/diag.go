@@ -74,11 +74,9 @@ type Socket struct {
 	Shutdown      uint8  // bit 0: reading is shut down, bit 1: writing
 	CgroupID      uint64 // 0 unless asked for and told (5.9)
 	Mark          uint32 // told to CAP_NET_ADMIN only
-	MPTCP         bool   // a subflow of MPTCP. Told to CAP_NET_ADMIN only
+	MPTCP         bool   // a subflow of MPTCP. Told with Info only, and to CAP_NET_ADMIN only
 	Info          *TCPInfo
 	Tag           []byte // value of the tag map, if it has one
-
-	admin bool // the kernel told what it tells to CAP_NET_ADMIN only
 }
 
 // Filter selects sockets.
@@ -86,7 +84,7 @@ type Filter struct {
 	States     uint32   // bit per state, 1<<StateListen and so on; 0: all but CLOSE
 	Family     uint8    // AF_INET or AF_INET6; 0: both, which costs a walk each
 	LocalPorts []uint16 // the kernel compares; empty: all ports
-	Info       bool     // fill Socket.Info
+	Info       bool     // fill Socket.Info, Shutdown and MPTCP
 	Cgroup     bool     // fill Socket.CgroupID
 	Tags       bool     // fill Socket.Tag
 	Protocol   int      // 6 TCP (0 means this), 17 UDP, 262 MPTCP
@@ -335,8 +333,8 @@ func (d *Diag) recv() (int, error) {
 // returns how many the kernel ended; one that has gone in the meantime is neither counted nor an error. A socket is
 // found by addresses and cookie, so a later connection with the same addresses is not touched.
 //
-// Subflows of MPTCP are left alone: without its subflow an MPTCP connection hangs at both ends instead of failing.
-// Listeners are left alone too. It wraps [ErrCannotForce] if the kernel lacks the ability, and stops early, between
+// Subflows of MPTCP are left alone: without its subflow an MPTCP connection hangs at both ends instead of failing. List
+// with Info, which tells them. Listeners are left alone too. It wraps [ErrCannotForce] if the kernel lacks the ability, and stops early, between
 // two batches, when ctx ends.
 func (d *Diag) Destroy(ctx context.Context, socks []Socket) (n int, err error) {
 	if err := d.take(ctx); err != nil {

@@ -140,7 +140,8 @@ func dumpRequest(seq uint32, family uint8, f Filter, tagFD int) []byte {
 	var req [lenReq]byte
 	req[0] = family
 	req[1] = uint8(min(proto, 255)) // a larger one is told by the attribute
-	// The cgroup needs no flag of its own; it comes with every answer of a kernel that knows it.
+	// The cgroup needs no flag of its own; it comes with every answer of a kernel that knows it. What sits on top of TCP
+	// comes with the info.
 	if f.Info {
 		req[2] |= 1<<(attrInfo-1) | 1<<(attrShutdown-1)
 	}
@@ -252,7 +253,7 @@ func parseSocket(b []byte, f Filter) (Socket, error) {
 		case typ == attrV6Only && len(v) >= 1:
 			s.V6Only = v[0] != 0
 		case typ == attrMark && len(v) >= 4:
-			s.Mark, s.admin = binary.NativeEndian.Uint32(v), true
+			s.Mark = binary.NativeEndian.Uint32(v)
 		case typ == attrCgroup && f.Cgroup && len(v) >= 8:
 			s.CgroupID = binary.NativeEndian.Uint64(v)
 		case typ == attrULP:

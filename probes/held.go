@@ -4,17 +4,27 @@ package probes
 
 import (
 	"context"
-	"encoding/binary"
 	"fmt"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
 
 // Held is a duplicate of an application's connection that outlives the application. While it is held the kernel does
-// not close the connection, whatever becomes of the process. It is not safe for concurrent use.
+// not close the connection, whatever becomes of the process: not even when the application closes it. It is not safe
+// for concurrent use.
 type Held struct {
-	fd int // -1 once closed
+	fd       int // -1 once closed
+	readShut bool
 }
+
+const (
+	// finishStep is how often a connection that is being finished is looked at. A blocked thread for each of some
+	// thousand survivors would be dearer.
+	finishStep = 20 * time.Millisecond
+	// finishQuiet is how long the peer must have sent nothing before writing is shut down after reading was.
+	finishQuiet = 200 * time.Millisecond
+)
 
 // Hold duplicates a connection that a process holds. It wraps [ErrGone] if the descriptor is not that socket any more.
 // It needs the same right as [Retire].
@@ -27,7 +37,13 @@ func Hold(pid, fd int, inode uint64) (*Held, error) {
 }
 
 // ShutRead makes the application read the end after what has been received. What it writes still goes out.
-func (h *Held) ShutRead() error { return shutdown(h.fd, unix.SHUT_RD) }
+func (h *Held) ShutRead() error {
+	if err := shutdown(h.fd, unix.SHUT_RD); err != nil {
+		return fmt.Errorf("shut down reading: %w", err)
+	}
+	h.readShut = true
+	return nil
+}
 
 // Acked reports whether the peer has acknowledged all that was written.
 func (h *Held) Acked() (bool, error) {
@@ -38,12 +54,16 @@ func (h *Held) Acked() (bool, error) {
 	return info.Unacked == 0 && info.NotSent == 0, nil
 }
 
-// FinishAfterExit closes the connection so that what was written arrives: it shuts down writing, then reads and
-// discards until the peer has closed its side, and returns nil. Closing with unread data instead would send a RST, and a
-// peer that gets one may discard an answer it has not read yet (RFC 2525, section 2.17).
+// FinishAfterExit closes the connection so that what was written arrives: it sends FIN, reads and discards what the
+// peer still sends, and returns nil once the peer has closed its side. Closing with unread data would send a RST
+// instead, and a peer that gets one may lose an answer that it has not read yet (RFC 2525, section 2.17).
 //
-// Call it only after the application has exited: shutting down writing under a living one raises SIGPIPE there. It returns
-// the cause if ctx ends before the peer has closed, and wraps [ErrGone] if the connection broke.
+// After ShutRead the FIN must wait: a connection with both sides shut down answers further data by a RST
+// (tcp_rcv_state_process). It is sent when the peer has acknowledged everything and sent nothing for 200 ms.
+//
+// Call it only after the application has exited or closed the connection: shutting down writing under a living one
+// raises SIGPIPE there. It returns the cause if ctx ends before the peer has closed, and wraps [ErrGone] if the
+// connection broke. Close it afterwards in any case.
 func (h *Held) FinishAfterExit(ctx context.Context) error {
 	if err := h.finish(ctx); err != nil {
 		return fmt.Errorf("finish connection: %w", err)
@@ -52,44 +72,61 @@ func (h *Held) FinishAfterExit(ctx context.Context) error {
 }
 
 func (h *Held) finish(ctx context.Context) error {
-	if err := shutdown(h.fd, unix.SHUT_WR); err != nil {
-		return err
-	}
-	wake, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
-	if err != nil {
-		return err
-	}
-	defer unix.Close(wake)
-	woken := make(chan struct{})
-	stop := context.AfterFunc(ctx, func() {
-		defer close(woken)
-		unix.Write(wake, binary.NativeEndian.AppendUint64(nil, 1)) // fails only if it has been told already
-	})
-	defer func() {
-		if !stop() {
-			<-woken // it still uses the descriptor
-		}
-	}()
+	tick := time.NewTicker(finishStep)
+	defer tick.Stop()
 	buf := make([]byte, 64<<10)
-	for ctx.Err() == nil {
+	sent := false
+	for last := time.Now(); ; {
+		n, err := h.discard(buf)
+		if err != nil {
+			return err
+		}
+		info, err := tcpInfo(h.fd)
+		if err != nil {
+			return err
+		}
+		switch info.State {
+		case StateEstablished, StateFinWait1, StateFinWait2:
+		default:
+			// The peer has closed. Had it reset the connection, reading would have told.
+			return nil
+		}
+		now := time.Now()
+		if n > 0 {
+			last = now
+		}
+		acked := info.Unacked == 0 && info.NotSent == 0
+		if !sent && (!h.readShut || acked && now.Sub(last) >= finishQuiet) {
+			if err := shutdown(h.fd, unix.SHUT_WR); err != nil {
+				return err
+			}
+			sent = true
+		}
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-tick.C:
+		}
+	}
+}
+
+// discard reads all that is there. The end is not told: after ShutRead it cannot be told from an empty queue.
+func (h *Held) discard(buf []byte) (total int, err error) {
+	for {
 		// MSG_DONTWAIT, since O_NONBLOCK would be set for everyone who shares the socket.
 		n, _, err := unix.Recvfrom(h.fd, buf, unix.MSG_DONTWAIT)
 		switch {
-		case err == unix.EINTR, err == nil && n > 0:
-		case err == nil:
-			return nil
-		case err == unix.EAGAIN:
-			fds := []unix.PollFd{{Fd: int32(h.fd), Events: unix.POLLIN | unix.POLLRDHUP}, {Fd: int32(wake), Events: unix.POLLIN}}
-			if _, err := unix.Poll(fds, -1); err != nil && err != unix.EINTR {
-				return err
-			}
+		case err == unix.EINTR:
+			continue
+		case err == unix.EAGAIN, err == nil && n == 0:
+			return total, nil
 		case err == unix.ECONNRESET, err == unix.ECONNABORTED, err == unix.ETIMEDOUT, err == unix.EPIPE:
-			return fmt.Errorf("%w: %w", ErrGone, err)
-		default:
-			return err
+			return total, fmt.Errorf("%w: %w", ErrGone, err)
+		case err != nil:
+			return total, err
 		}
+		total += n
 	}
-	return context.Cause(ctx)
 }
 
 // Close lets go of the connection. If nobody else holds it, the kernel closes it. It may be called again.

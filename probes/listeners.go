@@ -77,9 +77,8 @@ func parseSocketLink(s string) (uint64, bool) {
 // each once: the lowest pid that has it is named. Listeners that a process holds in another namespace are not seen.
 // Reading another user's descriptors needs CAP_SYS_PTRACE.
 //
-// An MPTCP listener shows in the kernel's tables as the TCP socket beneath it, with the inode of the MPTCP one; that
-// it is MPTCP is told to CAP_NET_ADMIN only. Without it the module mptcp_diag is asked, and failing that the socket
-// itself.
+// An MPTCP listener shows in the kernel's tables as the TCP socket beneath it, with the inode of the MPTCP one. That it
+// is MPTCP is known from the module mptcp_diag, and failing that from the socket itself.
 func Listeners(d *Diag, pids []int) ([]Listener, error) {
 	held, err := sockets(pids)
 	if err != nil {
@@ -91,7 +90,6 @@ func Listeners(d *Diag, pids []int) ([]Listener, error) {
 		return nil, err
 	}
 	var ls []Listener
-	told := true
 	for _, s := range socks {
 		at, ok := held[uint64(s.Inode)]
 		if !ok {
@@ -101,16 +99,10 @@ func Listeners(d *Diag, pids []int) ([]Listener, error) {
 			PID: at.pid, FD: at.fd, Inode: uint64(s.Inode), Cookie: s.Cookie, Local: s.Local, V6Only: s.V6Only,
 			Protocol: "tcp", Queue: s.RQueue, Backlog: s.WQueue,
 		}
-		if s.MPTCP {
-			l.Protocol = "mptcp"
-		}
-		told = told && s.admin
 		ls = append(ls, l)
 	}
-	if !told {
-		if err := nameMPTCP(ctx, d, ls); err != nil {
-			return nil, err
-		}
+	if err := nameMPTCP(ctx, d, ls); err != nil {
+		return nil, err
 	}
 	slices.SortFunc(ls, func(a, b Listener) int {
 		if a.PID != b.PID {
@@ -121,8 +113,11 @@ func Listeners(d *Diag, pids []int) ([]Listener, error) {
 	return ls, nil
 }
 
-// nameMPTCP finds out which listeners are MPTCP where the dump did not tell.
+// nameMPTCP finds out which listeners are MPTCP.
 func nameMPTCP(ctx context.Context, d *Diag, ls []Listener) error {
+	if len(ls) == 0 {
+		return nil
+	}
 	socks, err := d.Dump(ctx, Filter{States: 1 << StateListen, Protocol: protoMPTCP})
 	if err != nil && !errors.Is(err, ErrNoDiag) && !errors.Is(err, unix.EINVAL) {
 		return err
