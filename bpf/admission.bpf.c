@@ -1,5 +1,5 @@
 //go:build ignore
-//  SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
 /*
  * What happens to a SYN. Runs when the kernel looks for a listener, hence never for a connection
  * that exists. Every doubt ends in SK_PASS, the ordinary look-up: this program fails towards

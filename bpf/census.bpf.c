@@ -1,5 +1,5 @@
 //go:build ignore
-//  SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
 /*
  * Counts the connections of every backend. Two hooks see each socket, since neither sees all of it:
  *  - sock_ops is never skipped, but another program can overwrite its callback flags;

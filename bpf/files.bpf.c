@@ -1,5 +1,5 @@
 //go:build ignore
-//  SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
+// SPDX-License-Identifier: GPL-2.0 OR Apache-2.0
 /*
  * Readers that walk the open files of one process, and the tasks. They touch only sockets that a
  * process holds, so neither the established table nor a request socket is ever walked.
