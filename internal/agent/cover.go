@@ -57,8 +57,8 @@ func names(want, have netip.AddrPort) bool {
 	return w == h || (w.IsUnspecified() && h.IsUnspecified())
 }
 
-// parseListen reads one --listen value: ADDR:PORT, :PORT or [ADDR6]:PORT.
-func parseListen(s string) (netip.AddrPort, error) {
+// ParseListen reads one --listen value: ADDR:PORT, :PORT or [ADDR6]:PORT.
+func ParseListen(s string) (netip.AddrPort, error) {
 	if len(s) > 1 && s[0] == ':' {
 		s = "0.0.0.0" + s
 	}

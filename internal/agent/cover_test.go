@@ -59,9 +59,9 @@ func TestParseListen(t *testing.T) {
 		":8080": "0.0.0.0:8080", "127.0.0.1:1": "127.0.0.1:1", "[::]:443": "[::]:443",
 		"8080": "", "localhost:80": "", "0.0.0.0:0": "", "1.2.3.4:99999": "", "": "",
 	} {
-		got, err := parseListen(in)
+		got, err := ParseListen(in)
 		if (err != nil) != (want == "") || (err == nil && got.String() != want) {
-			t.Errorf("parseListen(%q): got %v, %v; want %q", in, got, err, want)
+			t.Errorf("ParseListen(%q): got %v, %v; want %q", in, got, err, want)
 		}
 	}
 }

@@ -20,6 +20,7 @@ import (
 
 // kernelDatapath admits and counts in the kernel.
 type kernelDatapath struct {
+	opts bpf.Options
 	host *bpf.Host
 	id   uint64
 	gen  uint64
@@ -32,10 +33,10 @@ type kernelDatapath struct {
 	events *bpf.EventReader
 	wg     sync.WaitGroup
 
-	mu     sync.Mutex
-	root   int
-	sps    []*space
-	taken  map[netip.AddrPort]error // addresses whose rule another backend has
+	mu    sync.Mutex
+	root  int
+	sps   []*space
+	taken map[netip.AddrPort]error // addresses whose rule another backend has
 
 	missedBase uint64 // listeners that were missed before we came
 }
@@ -48,7 +49,9 @@ type kernelOptions struct {
 	Only    []uint16
 	Exclude []uint16
 	Adopt   bool // the backend is in the kernel already: keep its counts and rule
-	Log     *slog.Logger
+	// Dead tells whether a backend's owner and its CMD are known to have died: what they left is removed.
+	Dead func(id uint64) bool
+	Log  *slog.Logger
 }
 
 // newKernelDatapath installs what the host lacks and registers the backend. Nothing is touched in the path of a
@@ -59,7 +62,7 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 		return nil, err
 	}
 	k := &kernelDatapath{
-		host: host, id: o.ID, gen: o.Gen, log: o.Log,
+		opts: o.BPF, host: host, id: o.ID, gen: o.Gen, log: o.Log,
 		rule:  bpf.BackendRule{Action: bpf.ActionOpen, Enforce: o.Enforce, Gen: o.Gen},
 		w:     bpf.Watch{Backend: o.ID, Gen: o.Gen, Only: o.Only, Exclude: o.Exclude},
 		hintc: make(chan hint, 16), taken: map[netip.AddrPort]error{},
@@ -82,6 +85,9 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 		if err := host.SetBackend(o.ID, k.rule); err != nil {
 			return nil, err
 		}
+	}
+	if err := k.sweep(o.Dead); err != nil {
+		return nil, err
 	}
 	ns, err := os.Open("/proc/thread-self/ns/net")
 	if err != nil {
@@ -113,6 +119,23 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 		return nil, err
 	}
 	return k, nil
+}
+
+// sweep removes the backends of the dead.
+func (k *kernelDatapath) sweep(dead func(uint64) bool) error {
+	ids, err := k.host.Backends()
+	if err != nil {
+		return err
+	}
+	for _, id := range ids {
+		if id != k.id && dead != nil && dead(id) {
+			k.log.Info("remove what a dead owner left in the kernel", "backend_id", id)
+			if err := k.host.RemoveBackend(id); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // addSpace takes a network namespace in: the admission program is linked there.
@@ -199,9 +222,13 @@ func (k *kernelDatapath) guarded() bool      { return k.host.HasAdmission() }
 func (k *kernelDatapath) hints() <-chan hint { return k.hintc }
 
 func (k *kernelDatapath) warnings() []string {
+	broken := k.broken()
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	why := append([]string(nil), k.why...)
+	if broken != "" {
+		why = append(why, broken)
+	}
 	for _, err := range k.taken {
 		why = append(why, err.Error())
 	}
@@ -273,7 +300,25 @@ func (k *kernelDatapath) listeners(context.Context) ([]listener, bool, error) {
 	if err != nil {
 		return ls, false, err
 	}
-	return ls, known && missed == k.missedBase, nil
+	return ls, known && missed == k.missedBase && k.broken() == "", nil
+}
+
+// broken says why what this host counts or refuses cannot be believed any more; "" while it can.
+func (k *kernelDatapath) broken() string {
+	on, err := bpf.Control(k.opts)
+	switch {
+	case err != nil:
+		return "Ebb was removed from this kernel (`ebb cleanup`): counts and admission are gone"
+	case !on && k.closed():
+		return "the kill switch is on (`ebb open --all`): admission is open, so a zero would not stay one"
+	}
+	return ""
+}
+
+func (k *kernelDatapath) closed() bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.rule.Action == bpf.ActionRefuse
 }
 
 // missed counts the listeners of this host that found a map full, and so are in no list at all. Whose they were cannot
@@ -408,8 +453,14 @@ func (k *kernelDatapath) refuse(ctx context.Context, covered []listener, aside b
 	if err := k.shadow(ctx, covered); err != nil {
 		return err
 	}
+	return k.setRule(func(r *bpf.BackendRule) { r.Action, r.Until, r.Aside = bpf.ActionRefuse, until, aside })
+}
+
+func (k *kernelDatapath) setRule(change func(*bpf.BackendRule)) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
 	r := k.rule
-	r.Action, r.Until, r.Aside = bpf.ActionRefuse, until, aside
+	change(&r)
 	if err := k.host.SetBackend(k.id, r); err != nil {
 		return err
 	}
@@ -455,13 +506,7 @@ func (k *kernelDatapath) shadow(ctx context.Context, covered []listener) error {
 }
 
 func (k *kernelDatapath) admit() error {
-	r := k.rule
-	r.Action, r.Until = bpf.ActionOpen, 0
-	if err := k.host.SetBackend(k.id, r); err != nil {
-		return err
-	}
-	k.rule = r
-	return nil
+	return k.setRule(func(r *bpf.BackendRule) { r.Action, r.Until = bpf.ActionOpen, 0 })
 }
 
 func (k *kernelDatapath) mark(begun, deadline time.Duration) error {

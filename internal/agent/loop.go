@@ -47,10 +47,18 @@ func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal, proc *process)
 		case <-exited:
 			// A drain that runs comes to its outcome first: the kernel may still be delivering the last bytes.
 			exited = nil
+			if over == nil {
+				r.end(ctx, proc)
+				return
+			}
 			r.machine.Exited(r.ended(proc))
 		case <-over:
 			if r.machine.Status().Outcome == drain.OutcomeCancelled {
 				over = r.machine.Done()
+				continue
+			}
+			if r.o.Mode != drain.ModeEnforce && exited != nil {
+				over = nil // what would have been done is known; CMD ends when it wants to
 				continue
 			}
 			r.end(ctx, proc)
@@ -199,7 +207,8 @@ func (r *runner) forward(sig syscall.Signal, proc *process) {
 func (r *runner) finish(ctx context.Context, proc *process) int {
 	s := r.machine.Status()
 	r.mu.Lock()
-	requested := r.stopping > 0 || (s.ID != "" && s.Outcome != drain.OutcomeCancelled)
+	// Under observe CMD ends as it would have without us.
+	requested := r.o.Mode == drain.ModeEnforce && (r.stopping > 0 || (s.ID != "" && s.Outcome != drain.OutcomeCancelled))
 	r.mu.Unlock()
 	code := 0
 	switch {

@@ -12,6 +12,7 @@ import (
 	"os/signal"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -234,7 +235,14 @@ func (p *process) watchPidfd(ctx context.Context) {
 			p.finish(exit{err: fmt.Errorf("poll pidfd of process %d: %w", p.pid, err)})
 			return
 		}
+		// The status is there once the parent, whoever that is now, has reaped it.
 		code, known := pidfdExit(int(p.pidfd.Fd()))
+		for range 50 {
+			if known || !wait(ctx, 10*time.Millisecond) {
+				break
+			}
+			code, known = pidfdExit(int(p.pidfd.Fd()))
+		}
 		p.finish(exit{code: code, known: known})
 		return
 	}

@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -77,7 +76,7 @@ type RunOptions struct {
 	Report        string
 	ExitOnOutcome bool
 	RunDir        string // where sockets and journals are
-	BPF           bpf.Options
+	BPFFS         string // bpffs directory; "" for the default
 	Version       string
 	Commit        string
 
@@ -177,16 +176,23 @@ func (r *runner) claim() error {
 	if !nameOK.MatchString(r.o.Name) {
 		return fmt.Errorf("name %q: want 1 to 63 letters, digits, dots, dashes or underscores, the first a letter or digit", r.o.Name)
 	}
-	dir := filepath.Join(r.o.RunDir, "run")
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return fmt.Errorf("make run directory: %w", err)
+	if err := api.MakeRunDir(r.o.RunDir, os.Getuid()); err != nil {
+		return err
 	}
+	dir := filepath.Join(r.o.RunDir, "run")
 	take := func(name string) (*os.File, error) {
 		f, err := os.OpenFile(filepath.Join(dir, name+".lock"), os.O_RDWR|os.O_CREATE, 0o600)
 		if err != nil {
 			return nil, fmt.Errorf("open lock: %w", err)
 		}
-		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		// Not at the first refusal: a run that is starting tries the locks of the others for a moment, to tell the dead.
+		for range 25 {
+			if err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); !errors.Is(err, unix.EWOULDBLOCK) {
+				break
+			}
+			wait(context.Background(), 20*time.Millisecond)
+		}
+		if err != nil {
 			f.Close()
 			if errors.Is(err, unix.EWOULDBLOCK) {
 				return nil, fmt.Errorf("%w: another `ebb run` named %s is alive; give this one its own --name", ErrNameTaken, name)
@@ -358,8 +364,8 @@ func (r *runner) datapath(adopted bool) (datapath, error) {
 	}
 	cov := r.coverage()
 	k, err := newKernelDatapath(kernelOptions{
-		BPF: r.o.BPF, ID: r.id, Gen: r.gen, Enforce: r.o.Mode == drain.ModeEnforce,
-		Only: portsOnly(cov.only), Exclude: cov.exclude, Adopt: adopted, Log: r.log,
+		BPF: bpf.Options{Dir: r.o.BPFFS, Log: r.log}, ID: r.id, Gen: r.gen, Enforce: r.o.Mode == drain.ModeEnforce,
+		Only: portsOnly(cov.only), Exclude: cov.exclude, Adopt: adopted, Log: r.log, Dead: deadBackends(r.paths.dir),
 	})
 	if err == nil {
 		return k, nil
@@ -368,6 +374,42 @@ func (r *runner) datapath(adopted bool) (datapath, error) {
 		return nil, fmt.Errorf("use the kernel datapath: %w (see `ebb check`)", err)
 	}
 	return newWalkDatapath("no kernel datapath, so admission cannot close and a zero is believed only after a pause: " + err.Error() + "; see `ebb check`")
+}
+
+// deadBackends tells of the runs in dir whose owner has let go of its lock and whose CMD has ended. A backend that no
+// journal there names may belong to another container and is left alone.
+func deadBackends(dir string) func(uint64) bool {
+	dead := map[uint64]bool{}
+	journals, err := filepath.Glob(filepath.Join(dir, "*.journal"))
+	if err != nil {
+		return nil
+	}
+	for _, path := range journals {
+		if locked(strings.TrimSuffix(path, ".journal") + ".lock") {
+			continue
+		}
+		f, err := os.Open(path)
+		if err != nil {
+			continue
+		}
+		h, _, err := readJournal(f)
+		f.Close()
+		if err != nil || h.lastRun == nil || (h.lastRun.BootID == bootID() && probes.Alive(h.lastRun.PID, h.lastRun.Start)) {
+			continue
+		}
+		dead[h.lastRun.Backend] = true
+	}
+	return func(id uint64) bool { return dead[id] }
+}
+
+// locked tells whether a living owner holds the lock.
+func locked(path string) bool {
+	f, err := os.Open(path)
+	if err != nil {
+		return !errors.Is(err, os.ErrNotExist)
+	}
+	defer f.Close()
+	return unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB) != nil
 }
 
 func portsOnly(aps []netip.AddrPort) []uint16 {
@@ -455,5 +497,3 @@ func (r *runner) emit(e drain.Event) {
 	}
 	r.events.Publish(e)
 }
-
-var _ = net.Listen

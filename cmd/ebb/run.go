@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/agent"
+)
+
+const runLong = `Start CMD, find its listening sockets, and drain it on a stop signal.
+
+Until a stop nothing is in CMD's way: connections are counted in the kernel, and none is touched. On SIGTERM, SIGINT or
+SIGQUIT (or "ebb drain NAME") new connections are kept away, those that are open finish, CMD gets its own stop signal once
+none is in flight or the wait slice is over, and what is left at the deadline is cut.
+
+The budget is --grace = wait + --flush-timeout + --reserve. A second stop signal only says what is left, a third ends it by
+force. Every other signal is forwarded to CMD.
+
+Exit code: CMD's own when it ends by itself (128+N for signal N); 0 after a requested stop; with --exit-on-outcome 3 if the
+drain expired and 4 if it was lost; 125 if ebb itself fails, 126 if CMD cannot be executed, 127 if it is not found.`
+
+// runFlags are the flags of `ebb run` as they are typed.
+type runFlags struct {
+	name, service, protocol, idle, onDeadline string
+	onNew                                     onNewFlag
+	notify, flush, ready, mode, datapath, api string
+	metrics, report, bpffs                    string
+	listen, stopSignals                       []string
+	exclude                                   []uint
+	grace, flushTimeout, reserve, quietPeriod time.Duration
+	admitFor, idleAfter, closeSpread          time.Duration
+	exitOnOutcome                             bool
+}
+
+func newRunCmd(env *environment) *cobra.Command {
+	var f runFlags
+	cmd := &cobra.Command{
+		Use:   "run [flags] -- CMD [ARG...]",
+		Short: "Supervise CMD and drain it on a stop signal",
+		Long:  runLong,
+		Example: `  ebb run --protocol http1 -- nginx -g 'daemon off;'
+  ebb run --name api --listen :8080 --grace 40s --report /var/log/api-drain.json -- ./server
+  ebb run --on-new refuse --notify signal:SIGQUIT -- ./server`,
+		Args: cobra.ArbitraryArgs,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			o, err := f.options(env, args, cmd.ArgsLenAtDash())
+			if err != nil {
+				return err
+			}
+			code, err := agent.Run(cmd.Context(), o)
+			if err != nil || code != 0 {
+				return &exitError{code: code, err: err}
+			}
+			return nil
+		},
+	}
+	fl := cmd.Flags()
+	fl.StringVar(&f.name, "name", "", "name of the backend (default: the base name of CMD)")
+	fl.StringVar(&f.service, "service", "", "name of the service it belongs to (default: the name)")
+	fl.StringArrayVar(&f.listen, "listen", nil, "`ADDR:PORT` that is the service (repeatable; default: CMD's listeners outside loopback, or all if there are no others)")
+	fl.UintSliceVar(&f.exclude, "exclude-port", nil, "`port` that is not the service (repeatable)")
+	fl.DurationVar(&f.grace, "grace", 25*time.Second, "total budget of a drain")
+	fl.DurationVar(&f.flushTimeout, "flush-timeout", drain.DefaultFlushTimeout, "part of it for CMD to end after its stop signal")
+	fl.DurationVar(&f.reserve, "reserve", drain.DefaultReserve, "part of it for the cut and the exit")
+	fl.DurationVar(&f.quietPeriod, "quiet-period", drain.DefaultQuietPeriod, "how long zero, and under admit a pause of arrivals, must last")
+	fl.DurationVar(&f.admitFor, "admit-for", 0, "longest time to admit late connections (default: half of the wait)")
+	fl.StringVar(&f.protocol, "protocol", string(drain.ProtocolOpaque), "opaque, or http1 (cleartext, strict request and response)")
+	fl.StringVar(&f.idle, "idle", "", "idle connections: ignore, wait or close (default: close for http1, ignore for opaque)")
+	fl.DurationVar(&f.idleAfter, "idle-after", drain.DefaultIdleAfter, "under opaque: idle after this long without data either way")
+	f.onNew.value = drain.OnNewAuto
+	fl.Var(&f.onNew, "on-new", "late connections: auto, admit or refuse")
+	fl.StringVar(&f.onDeadline, "on-deadline", string(drain.OnDeadlineCut), "what is left at the deadline: cut, reset or leave")
+	fl.DurationVar(&f.closeSpread, "close-spread", 0, "spread the cuts over this window")
+	fl.StringVar(&f.notify, "notify", "", "tell CMD that it is draining: `signal:NAME[@begin|@settled]`")
+	fl.StringVar(&f.flush, "flush", "signal:SIGTERM", "tell CMD to stop: `signal:NAME`")
+	fl.StringSliceVar(&f.stopSignals, "stop-signal", nil, "`signals` that begin the drain (default: TERM, INT, QUIT; as PID 1 also USR1 and, without a terminal, WINCH)")
+	fl.StringVar(&f.ready, "ready", "", "`URL` that must answer for /readyz to say yes")
+	fl.StringVar(&f.mode, "mode", string(drain.ModeEnforce), "off, observe (count and report only) or enforce")
+	fl.StringVar(&f.datapath, "datapath", "auto", "auto, bpf, or none (count by sock_diag, without privilege)")
+	fl.StringVar(&f.api, "api", "", "`path` of the API socket (default: run/NAME.sock in the run directory)")
+	fl.StringVar(&f.metrics, "metrics", "", "`ADDR:PORT` for /metrics, /readyz and /livez over TCP")
+	fl.StringVar(&f.report, "report", "", "write what happened to `FILE` as JSON at the end")
+	fl.BoolVar(&f.exitOnOutcome, "exit-on-outcome", false, "exit with 3 if the drain expired, 4 if it was lost")
+	fl.StringVar(&f.bpffs, "bpffs", "", "`directory` in a bpffs for what is pinned (default: /sys/fs/bpf/ebb)")
+	complete(cmd, "protocol", []string{string(drain.ProtocolOpaque), string(drain.ProtocolHTTP1)})
+	complete(cmd, "idle", []string{string(drain.IdleIgnore), string(drain.IdleWait), string(drain.IdleClose)})
+	complete(cmd, "on-deadline", []string{string(drain.OnDeadlineCut), string(drain.OnDeadlineReset), string(drain.OnDeadlineLeave)})
+	complete(cmd, "mode", []string{string(drain.ModeOff), string(drain.ModeObserve), string(drain.ModeEnforce)})
+	complete(cmd, "datapath", []string{"auto", "bpf", "none"})
+	return cmd
+}
+
+// options checks what was typed. Every error is one of usage, and `ebb run` answers 125 for those too.
+func (f *runFlags) options(env *environment, args []string, dash int) (agent.RunOptions, error) {
+	var o agent.RunOptions
+	if dash > 0 {
+		return o, usagef("%q stands before --; CMD and its arguments come after it", args[0])
+	}
+	if len(args) == 0 {
+		return o, usagef("no command: want ebb run [flags] -- CMD [ARG...]")
+	}
+	stdin, ok1 := env.stdin.(*os.File)
+	stdout, ok2 := env.stdout.(*os.File)
+	stderr, ok3 := env.stderr.(*os.File)
+	if !ok1 || !ok2 || !ok3 {
+		return o, errors.New("run: standard streams are not files")
+	}
+	_, terminal := env.terminal(env.stderr)
+	o = agent.RunOptions{
+		Name: f.name, Service: f.service, Argv: args, Env: os.Environ(), Stdin: stdin, Stdout: stdout, Stderr: stderr,
+		Ready: f.ready, Mode: drain.Mode(f.mode), Datapath: f.datapath, API: f.api, Metrics: f.metrics, Report: f.report,
+		ExitOnOutcome: f.exitOnOutcome, RunDir: env.runDir(), BPFFS: f.bpffs, Version: version, Commit: commit,
+		Terminal: terminal, Progress: stderr, Log: env.logger(terminal),
+		Policy: drain.Policy{
+			Protocol: drain.Protocol(f.protocol), OnNew: f.onNew.value, OnDeadline: drain.OnDeadline(f.onDeadline),
+			Idle: drain.IdlePolicy(f.idle), Grace: f.grace, FlushTimeout: f.flushTimeout, Reserve: f.reserve,
+			QuietPeriod: f.quietPeriod, AdmitFor: f.admitFor, IdleAfter: f.idleAfter, CloseSpread: f.closeSpread,
+		},
+	}
+	for _, v := range []struct{ flag, value, known string }{
+		{"mode", f.mode, "off observe enforce"}, {"datapath", f.datapath, "auto bpf none"},
+	} {
+		if !slices.Contains(strings.Fields(v.known), v.value) {
+			return o, usagef("--%s %q: want one of %s", v.flag, v.value, strings.ReplaceAll(v.known, " ", ", "))
+		}
+	}
+	for _, s := range f.listen {
+		ap, err := agent.ParseListen(s)
+		if err != nil {
+			return o, usagef("--listen: %w", err)
+		}
+		o.Listen = append(o.Listen, ap)
+	}
+	if len(o.Listen) > maxPorts || len(f.exclude) > maxPorts {
+		return o, usagef("--listen and --exclude-port take %d values each at most", maxPorts)
+	}
+	for _, p := range f.exclude {
+		if p == 0 || p > 65535 {
+			return o, usagef("--exclude-port %d: want a port from 1 to 65535", p)
+		}
+		o.Exclude = append(o.Exclude, uint16(p))
+	}
+	if f.ready != "" {
+		if u, err := url.Parse(f.ready); err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" {
+			return o, usagef("--ready %q: want a URL such as http://127.0.0.1:8081/healthz", f.ready)
+		}
+	}
+	for _, s := range f.stopSignals {
+		sig, err := agent.ParseSignal(s)
+		if err != nil {
+			return o, usagef("--stop-signal: %w", err)
+		}
+		o.StopSignals = append(o.StopSignals, sig)
+	}
+	return o, f.hooks(&o)
+}
+
+// maxPorts is how many ports a watch in the kernel holds.
+const maxPorts = 16
+
+// hooks reads --notify and --flush.
+func (f *runFlags) hooks(o *agent.RunOptions) error {
+	sig, at, err := parseHook(f.notify)
+	if err != nil {
+		return usagef("--notify %q: %w", f.notify, err)
+	}
+	o.Notify, o.Policy.NotifyAt = sig, at
+	if sig, at, err = parseHook(f.flush); err != nil {
+		return usagef("--flush %q: %w", f.flush, err)
+	}
+	if at != "" {
+		return usagef("--flush %q: @%s belongs to --notify", f.flush, at)
+	}
+	o.Flush = sig
+	return nil
+}
+
+// parseHook reads signal:NAME[@begin|@settled]; empty is no hook.
+func parseHook(s string) (syscall.Signal, drain.NotifyAt, error) {
+	if s == "" {
+		return 0, "", nil
+	}
+	kind, rest, ok := strings.Cut(s, ":")
+	switch {
+	case ok && (kind == "http" || kind == "https" || kind == "exec"):
+		return 0, "", fmt.Errorf("%s hooks are not available in this version; use signal:NAME", kind)
+	case !ok || kind != "signal":
+		return 0, "", errors.New("want signal:NAME, such as signal:SIGQUIT")
+	}
+	name, moment, at := strings.Cut(rest, "@")
+	sig, err := agent.ParseSignal(name)
+	if err != nil {
+		return 0, "", err
+	}
+	if !at {
+		return sig, "", nil
+	}
+	switch drain.NotifyAt(moment) {
+	case drain.NotifyAtBegin, drain.NotifyAtSettled:
+		return sig, drain.NotifyAt(moment), nil
+	}
+	return 0, "", fmt.Errorf("@%s: want @begin or @settled", moment)
+}
+
+// logger writes what is wrong to stderr: in words on a terminal, as JSON beside the events elsewhere.
+func (e *environment) logger(terminal bool) *slog.Logger {
+	o := &slog.HandlerOptions{Level: slog.LevelWarn}
+	if e.getenv("EBB_DEBUG") != "" {
+		o.Level = slog.LevelDebug
+	}
+	if terminal {
+		return slog.New(slog.NewTextHandler(e.stderr, o))
+	}
+	return slog.New(slog.NewJSONHandler(e.stderr, o))
+}

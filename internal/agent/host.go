@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/ebbproxy/ebb/bpf"
+)
+
+// HostOptions names what Ebb keeps on a host.
+type HostOptions struct {
+	BPFFS  string // bpffs directory; "" for the default
+	RunDir string // sockets, journals and locks
+}
+
+// OpenAll is the kill switch: with open every admission of the host is open, whoever drains. It needs neither an
+// owner nor a journal. had tells whether there was anything to open.
+func OpenAll(o HostOptions, open bool) (had bool, err error) {
+	return bpf.SetControl(bpf.Options{Dir: o.BPFFS}, !open)
+}
+
+// Cleanup removes all that Ebb ever pinned, and the sockets, journals and locks of runs that have ended. It lists
+// what it removed and the runs that live: these go on without admission and with unknown counts.
+func Cleanup(o HostOptions) (removed, alive []string, err error) {
+	removed, err = bpf.Cleanup(bpf.Options{Dir: o.BPFFS})
+	dir := filepath.Join(o.RunDir, "run")
+	entries, derr := os.ReadDir(dir)
+	if derr != nil && !errors.Is(derr, os.ErrNotExist) {
+		return removed, nil, errors.Join(err, fmt.Errorf("clean up run directory: %w", derr))
+	}
+	live := map[string]bool{}
+	for _, e := range entries {
+		if name, ok := strings.CutSuffix(e.Name(), ".lock"); ok && locked(filepath.Join(dir, e.Name())) {
+			live[name] = true
+			alive = append(alive, name)
+		}
+	}
+	for _, e := range entries {
+		name := e.Name()
+		for _, ext := range []string{".lock", ".journal", ".sock"} {
+			base, ok := strings.CutSuffix(name, ext)
+			if !ok || live[base] {
+				continue
+			}
+			path := filepath.Join(dir, name)
+			if rerr := os.Remove(path); rerr != nil {
+				err = errors.Join(err, rerr)
+				continue
+			}
+			removed = append(removed, path)
+		}
+	}
+	for _, d := range []string{dir, o.RunDir} {
+		// Only empty ones go; what is in them is somebody's.
+		if rerr := os.Remove(d); rerr == nil {
+			removed = append(removed, d)
+		}
+	}
+	return removed, alive, err
+}
