@@ -38,7 +38,7 @@ const (
 	ActBare   = "bare"   // a plain SIGTERM, as it is today
 	ActDrain  = "drain"  // ebb run as it is by default
 	ActRefuse = "refuse" // ebb run --on-new refuse
-	ActCrash  = "crash"  // ebb run is killed in the middle of its drain and started again
+	ActCrash  = "crash"  // the same, killed in the middle of its drain and started again
 )
 
 // Acts are all acts in the order in which they are played.

@@ -19,9 +19,6 @@ import (
 	"github.com/ebbproxy/ebb/internal/api"
 )
 
-// listenerFound is the type of the event by which `ebb run` says that it has found a listener.
-const listenerFound = "listener.found"
-
 // supervised is blue under `ebb run`.
 type supervised struct {
 	*process
@@ -30,8 +27,9 @@ type supervised struct {
 	events chan drain.Event // closed when the stream has ended
 }
 
-// supervise starts blue under `ebb run` and waits until its listener is found.
-func (s *stage) supervise(ctx context.Context, a *Act) (*supervised, error) {
+// supervise starts blue under `ebb run` and waits until its listener is found. again: blue lives already and is in
+// the middle of its drain.
+func (s *stage) supervise(ctx context.Context, a *Act, again bool) (*supervised, error) {
 	server, err := serverCommand(blueName, blueAddr)
 	if err != nil {
 		return nil, err
@@ -39,26 +37,26 @@ func (s *stage) supervise(ctx context.Context, a *Act) (*supervised, error) {
 	sock := filepath.Join(runDir, a.Name+".sock")
 	report := filepath.Join(reports, a.Name+".json")
 	argv := []string{"/proc/self/exe", "run", "--name", blueName, "--protocol", "http1", "--datapath", s.o.Datapath, "--api", sock, "--report", report}
-	if a.Name == ActRefuse {
+	if a.turnsAway() {
 		argv = append(argv, "--on-new", string(drain.OnNewRefuse))
 	}
 	if s.o.Grace > 0 {
 		argv = append(argv, "--grace", s.o.Grace.String())
 	}
-	p, err := start("ebb run", append(append(argv, "--"), server...), []string{ownBPFFS + "=" + bpffs, ownRun + "=" + runDir})
+	p, err := start("ebb run", append(append(argv, "--"), server...), []string{ownBPFFS + "=" + pins, ownRun + "=" + runDir})
 	if err != nil {
 		return nil, err
 	}
 	e := &supervised{process: p, report: report}
-	if err := e.connect(ctx, sock); err != nil {
+	if err := e.connect(ctx, sock, again); err != nil {
 		p.kill()
 		return nil, fmt.Errorf("%w%s", err, p.words())
 	}
 	return e, nil
 }
 
-// connect follows the events from the first one on, until the one about the listener.
-func (e *supervised) connect(ctx context.Context, sock string) error {
+// connect follows the events from the first one on and waits until blue is found to be listening, unless it drains.
+func (e *supervised) connect(ctx context.Context, sock string, again bool) error {
 	wait, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	tick := time.NewTicker(10 * time.Millisecond)
@@ -95,16 +93,16 @@ func (e *supervised) connect(ctx context.Context, sock string) error {
 		}
 	}()
 	for {
+		err := e.client.Ready(wait)
+		if err == nil || again {
+			return nil
+		}
 		select {
-		case ev, ok := <-e.events:
-			if !ok {
-				return fmt.Errorf("start ebb run: its events ended before blue listened (%v)", e.cmd.ProcessState)
-			}
-			if ev.Type == listenerFound {
-				return nil
-			}
+		case <-tick.C:
+		case <-e.done:
+			return fmt.Errorf("start ebb run: it ended (%v)", e.cmd.ProcessState)
 		case <-wait.Done():
-			return fmt.Errorf("start ebb run: no listener found: %w", context.Cause(wait))
+			return fmt.Errorf("start ebb run: blue does not become ready: %w", err)
 		}
 	}
 }
@@ -124,6 +122,7 @@ func (e *supervised) backend(ctx context.Context) *api.Backend {
 type course struct {
 	onNew     drain.OnNew
 	flip      time.Time // admission was closed by then
+	waiting   bool
 	flushes   []time.Time
 	reason    string
 	outcome   drain.Outcome
@@ -136,7 +135,7 @@ type course struct {
 func (s *stage) drained(ctx context.Context, a *Act) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	e, err := s.supervise(ctx, a)
+	e, err := s.supervise(ctx, a, false)
 	if err != nil {
 		return err
 	}
@@ -166,7 +165,7 @@ func (s *stage) drained(ctx context.Context, a *Act) error {
 	if c.signal, err = l.signal(ctx, e); err != nil {
 		return err
 	}
-	s.moment(a, 0, "", fmt.Sprintf("SIGTERM to ebb run, with %s", or(open(e.backend(ctx)), "connections open")))
+	s.moment(a, 0, "", "SIGTERM to ebb run")
 	if a.Name == ActCrash {
 		if e, err = s.crash(ctx, a, e, c); err != nil {
 			return err
@@ -216,28 +215,38 @@ func (s *stage) hear(ctx context.Context, a *Act, e *supervised, c *course, ev d
 		if v, ok := ev.Fields["on_new"].(string); ok {
 			c.onNew = drain.OnNew(v)
 		}
-		text = "blue hears nothing of it yet; health checks now read 503"
+		text = "blue hears nothing yet; health checks now read 503"
 		if resumed, _ := ev.Fields["resumed"].(bool); resumed {
-			text = "the drain goes on where it was, from the journal and the kernel's own counts"
+			text = "the drain goes on, from its journal and the kernel's counts"
 		}
 	case drain.EventPhase:
 		switch ev.Phase {
 		case drain.PhaseStopNew:
-			text = "new connections are refused from now on, before a byte of them is sent"
+			if !c.flip.IsZero() {
+				return // see below
+			}
+			text = "newcomers are to be turned away"
 			if c.onNew != drain.OnNewRefuse {
-				text = "late connections are still let in, until none has come for a while"
+				text = "late connections are still let in, until they pause"
 			}
 		case drain.PhaseSettle:
+			if !c.flip.IsZero() {
+				return // a drain that goes on after a restart: the door was shut all along
+			}
 			c.flip = ev.Time
-			text = "the door is closed in the kernel; whoever was on the threshold is let in"
+			text = "the door is shut; those on the threshold come in"
 			if c.unguarded {
 				c.flip = time.Time{} // nothing was closed
-				text = "no new connection for a while; the door itself cannot be closed here"
+				text = "nobody new for a while; the door cannot be shut here"
 			}
 		case drain.PhaseWait:
-			text = "the open requests get their answers, idle connections are ended one by one"
+			if c.waiting {
+				return // see above
+			}
+			c.waiting = true
+			text = "requests get their answers, idle connections are ended"
 		case drain.PhaseFlush:
-			text = "nothing is left: now blue gets its SIGTERM"
+			text = "nothing is left: blue gets its SIGTERM now"
 		case drain.PhaseCut:
 			text = "time is up: what is left is ended"
 		case drain.PhaseDone:
@@ -261,8 +270,7 @@ func (s *stage) hear(ctx context.Context, a *Act, e *supervised, c *course, ev d
 	}
 	m := Moment{At: ev.Time.Sub(c.signal).Seconds(), Phase: phase, Text: text}
 	switch ev.Type {
-	case drain.EventBegin, drain.EventEnd:
-	case drain.EventPhase:
+	case drain.EventBegin, drain.EventPhase:
 		if b := e.backend(ctx); b != nil {
 			m.Counts, m.InFlight = &b.Counts, b.InFlight
 			if ev.Phase != drain.PhaseFlush {
@@ -276,7 +284,7 @@ func (s *stage) hear(ctx context.Context, a *Act, e *supervised, c *course, ev d
 
 // crash kills ebb run in the middle of the drain and starts it again under the same name.
 func (s *stage) crash(ctx context.Context, a *Act, e *supervised, c *course) (*supervised, error) {
-	for c.flip.IsZero() {
+	for !c.waiting {
 		select {
 		case ev, ok := <-e.events:
 			if !ok {
@@ -292,11 +300,11 @@ func (s *stage) crash(ctx context.Context, a *Act, e *supervised, c *course) (*s
 	}
 	e.kill()
 	s.moment(a, time.Since(c.signal), "kill -9", "ebb run is gone; blue goes on, and the kernel keeps the door closed")
-	next, err := s.supervise(ctx, a)
+	s.moment(a, time.Since(c.signal), "restart", "ebb run is started again under the same name")
+	next, err := s.supervise(ctx, a, true)
 	if err != nil {
 		return e, err
 	}
-	s.moment(a, time.Since(c.signal), "restart", "ebb run starts again under the same name and finds blue alive")
 	return next, nil
 }
 

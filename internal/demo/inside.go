@@ -22,6 +22,7 @@ const codeFailed = 70
 const (
 	home     = "/run"
 	bpffs    = home + "/ebb-demo-bpf"
+	pins     = bpffs + "/ebb" // an installation is a directory in a BPF file system
 	runDir   = home + "/ebb-demo"
 	reports  = home + "/ebb-demo-reports"
 	ownBPFFS = "EBB_BPFFS"

@@ -37,7 +37,7 @@ type load struct {
 }
 
 // turnsAway tells whether refusals are on purpose in an act.
-func (a *Act) turnsAway() bool { return a.Name == ActRefuse }
+func (a *Act) turnsAway() bool { return a.Name == ActRefuse || a.Name == ActCrash }
 
 func (s *stage) startLoad(ctx context.Context, a *Act) (*load, error) {
 	l := &load{s: s, a: a, done: make(chan struct{}), ticker: make(chan struct{})}

@@ -72,13 +72,13 @@ func (s *stage) act(ctx context.Context, n int, name string) (*Act, error) {
 	a := &Act{Name: name}
 	switch name {
 	case ActBare:
-		a.Title, a.Command = "As it is today: SIGTERM goes to blue itself", "blue"
+		a.Title, a.Command = "Today: SIGTERM goes to blue itself", "blue"
 	case ActDrain:
-		a.Title, a.Command = "With Ebb in front: SIGTERM goes to Ebb", "ebb run --protocol http1 -- blue"
+		a.Title, a.Command = "With Ebb: SIGTERM goes to ebb run", "ebb run --protocol http1 -- blue"
 	case ActRefuse:
-		a.Title, a.Command = "With Ebb, which turns newcomers away at once", "ebb run --protocol http1 --on-new refuse -- blue"
+		a.Title, a.Command = "With Ebb, newcomers turned away at once", "ebb run --protocol http1 --on-new refuse -- blue"
 	case ActCrash:
-		a.Title, a.Command = "With Ebb, which is itself killed in the middle of it", "ebb run --protocol http1 --name blue -- blue"
+		a.Title, a.Command = "With Ebb, and ebb run killed halfway", "ebb run --protocol http1 --on-new refuse -- blue, kill -9, and again"
 	}
 	s.w.line("%s  %s", s.w.paint(bold, fmt.Sprintf("%d. %s", n, a.Title)), s.w.paint(faint, "$ "+a.Command))
 	var err error
@@ -178,11 +178,11 @@ func (s *stage) sumUp(a *Act) {
 		w.good("all %s requests answered", number(a.Requests))
 	}
 	if !a.Ebb {
-		w.note("blue was working on %s when it died; %s met a closed connection and were sent again by their clients",
-			several(a.AtSignal, "request", "requests"), number(a.Repeated))
+		w.note("blue was working on %s when it died; %s by clients whose connection had been closed between two",
+			several(a.AtSignal, "request", "requests"), several(a.Repeated, "request was repeated", "requests were repeated"))
 		return
 	}
-	w.note("under way at the signal: %s, at the closing of the door: %s; came late and served: %s", number(a.AtSignal), number(a.AtFlip), number(a.Late))
+	w.note("requests under way at the signal: %s, when the door shut: %s; came late and were served: %s", number(a.AtSignal), number(a.AtFlip), number(a.Late))
 	if d := a.Drain; d != nil {
 		var cut int64
 		if d.Cut != nil {
@@ -191,7 +191,7 @@ func (s *stage) sumUp(a *Act) {
 		w.note("idle connections ended one by one: %s (%s sent again by their clients); cut: %s", number(d.Retired), number(a.Repeated), number(cut))
 	}
 	if a.Flushed > 0 {
-		w.note("blue gave its last answer at %+.2f s and got its own SIGTERM at %+.2f s", a.LastAnswer, a.Flushed)
+		w.note("blue gave its last answer at %+.2f s and, after a quiet period, got its SIGTERM at %+.2f s", a.LastAnswer, a.Flushed)
 	}
 	for _, c := range a.Checks {
 		if !c.OK {

@@ -11,6 +11,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -74,7 +75,7 @@ func start(name string, argv, env []string) (_ *process, err error) {
 		return nil, errors.Join(fmt.Errorf("start %s: %w", name, err), outR.Close(), outW.Close())
 	}
 	p.cmd = exec.Command(argv[0], argv[1:]...)
-	p.cmd.Env = append(os.Environ(), env...)
+	p.cmd.Env = append(outerEnv(), env...)
 	p.cmd.Stdout, p.cmd.Stderr = outW, errW
 	// In a process group of its own, so that Ctrl-C reaches nobody but us.
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -102,6 +103,11 @@ func start(name string, argv, env []string) (_ *process, err error) {
 		close(p.done)
 	}()
 	return p, nil
+}
+
+// outerEnv is the environment without the variables that are flags of ours: what they say is meant for elsewhere.
+func outerEnv() []string {
+	return slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "EBB_") })
 }
 
 // words is what the process wrote to standard error, for the end of an error message.
