@@ -332,7 +332,7 @@ func counters(path string) (map[string]int64, error) {
 // A drain that is too short for its slow answers loses them, and the demo says so.
 func TestDemoSaysWhatWasLost(t *testing.T) {
 	netnstest.RequireRoot(t)
-	r := startDemo(t, buildEbb(t), "--acts", "drain", "-o", "json", "--warm-up", "500ms", "--balancer-lag", "10ms", "--slow-for", "30s", "--grace", "10s", "--rate", "50")
+	r := startDemo(t, buildEbb(t), "--acts", "drain", "-o", "json", "--warm-up", "500ms", "--balancer-lag", "10ms", "--slow-for", "8s", "--grace", "9500ms", "--rate", "50")
 	code := r.wait(t)
 	var rep Report
 	if err := json.Unmarshal(r.out.Bytes(), &rep); err != nil {

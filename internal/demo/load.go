@@ -63,7 +63,7 @@ func (s *stage) startLoad(ctx context.Context, a *Act) (*load, error) {
 		defer close(l.done)
 		_ = l.g.Run(ctx) // it fails only when it is run twice
 	}()
-	go l.show(ctx)
+	go l.show()
 	return l, nil
 }
 
@@ -84,15 +84,15 @@ func (l *load) take(r loadtest.Result) {
 	}
 }
 
-// show keeps the moving line up to date.
-func (l *load) show(ctx context.Context) {
+// show keeps the moving line up to date until the last answer has come.
+func (l *load) show() {
 	defer close(l.ticker)
 	began := time.Now()
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
 	for {
 		select {
-		case <-ctx.Done():
+		case <-l.done:
 			return
 		case <-tick.C:
 		}
