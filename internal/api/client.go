@@ -156,17 +156,49 @@ func (c *Client) Ready(ctx context.Context) error {
 // orderly end is none. Where the log has lost events, an EventLost says so.
 func (c *Client) Events(ctx context.Context, from uint64, follow bool) iter.Seq2[Event, error] {
 	return func(yield func(Event, error) bool) {
-		q := url.Values{"from": {strconv.FormatUint(from, 10)}}
-		if follow {
-			q.Set("follow", "true")
-		}
-		resp, err := c.send(ctx, http.MethodGet, "/v1/events?"+q.Encode(), nil)
+		s, err := c.open(ctx, from, follow)
 		if err != nil {
 			yield(Event{}, err)
 			return
 		}
-		defer resp.Body.Close()
-		lines := bufio.NewScanner(resp.Body)
+		defer s.Close()
+		s.All()(yield)
+	}
+}
+
+// Follow opens the stream of events that Events with follow reads, and returns when the server has
+// accepted it: from then on an orderly end of the server does not lose an event. ctx holds for the
+// stream's whole life.
+func (c *Client) Follow(ctx context.Context, from uint64) (*Stream, error) {
+	return c.open(ctx, from, true)
+}
+
+func (c *Client) open(ctx context.Context, from uint64, follow bool) (*Stream, error) {
+	q := url.Values{"from": {strconv.FormatUint(from, 10)}}
+	if follow {
+		q.Set("follow", "true")
+	}
+	resp, err := c.send(ctx, http.MethodGet, "/v1/events?"+q.Encode(), nil)
+	if err != nil {
+		return nil, err
+	}
+	return &Stream{ctx: ctx, path: c.path, body: resp.Body}, nil
+}
+
+// Stream is an open stream of events. It belongs to one goroutine.
+type Stream struct {
+	ctx  context.Context // that of the request; for the cause of its end
+	path string
+	body io.ReadCloser
+}
+
+// Close ends the stream. It is idempotent.
+func (s *Stream) Close() error { return s.body.Close() }
+
+// All yields the events like Events does. It can be used once.
+func (s *Stream) All() iter.Seq2[Event, error] {
+	return func(yield func(Event, error) bool) {
+		lines := bufio.NewScanner(s.body)
 		lines.Buffer(nil, maxEvent)
 		for lines.Scan() {
 			if len(bytes.TrimSpace(lines.Bytes())) == 0 {
@@ -174,7 +206,7 @@ func (c *Client) Events(ctx context.Context, from uint64, follow bool) iter.Seq2
 			}
 			var ev Event
 			if err := json.Unmarshal(lines.Bytes(), &ev); err != nil {
-				yield(Event{}, fmt.Errorf("read an event from %s: %w", c.path, err))
+				yield(Event{}, fmt.Errorf("read an event from %s: %w", s.path, err))
 				return
 			}
 			if !yield(ev, nil) {
@@ -182,10 +214,10 @@ func (c *Client) Events(ctx context.Context, from uint64, follow bool) iter.Seq2
 			}
 		}
 		if err := lines.Err(); err != nil {
-			if ctx.Err() != nil {
-				err = context.Cause(ctx)
+			if s.ctx.Err() != nil {
+				err = context.Cause(s.ctx)
 			}
-			yield(Event{}, fmt.Errorf("read events from %s: %w", c.path, err))
+			yield(Event{}, fmt.Errorf("read events from %s: %w", s.path, err))
 		}
 	}
 }

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/ebbproxy/ebb/internal/api"
+)
+
+// askTimeout is how long an answer may take. A server answers in milliseconds unless it is stopped.
+const askTimeout = 5 * time.Second
+
+// located is a backend and whom to ask about it.
+type located struct {
+	api.Backend
+	client *api.Client
+}
+
+// silent is a socket that gave no answer.
+type silent struct {
+	path string
+	err  error
+}
+
+// hint says what is wrong with the socket and what to do.
+func (s silent) hint() string {
+	switch {
+	case errors.Is(s.err, api.ErrNotAnswering):
+		return s.path + " is not answering: its owner has died; start it again under the same name to take over, or remove what is left with: ebb cleanup"
+	case errors.Is(s.err, fs.ErrPermission):
+		return s.path + " may not be asked by this user: use sudo, or join the group of the socket"
+	case errors.Is(s.err, context.DeadlineExceeded):
+		return fmt.Sprintf("%s is not answering within %s: its owner may be stopped (SIGSTOP) or starved", s.path, askTimeout)
+	}
+	return s.err.Error() // names the path itself
+}
+
+// addAPI adds the flag that names a socket.
+func addAPI(cmd *cobra.Command, path *string) {
+	cmd.Flags().StringVar(path, "api", "", "ask this `socket` instead of all that are found")
+}
+
+// sockets finds whom to ask: the socket at path, or all there are.
+func (e *environment) sockets(ctx context.Context, path string) ([]api.Found, error) {
+	if path == "" {
+		return api.Discover(ctx, api.RunDirs(e.getenv, e.uid)...)
+	}
+	c, err := api.Dial(ctx, path)
+	return []api.Found{{Path: path, Client: c, Err: err}}, nil
+}
+
+// backends asks every socket at once and sorts what they say by name.
+func (e *environment) backends(ctx context.Context, path string) ([]located, []silent, error) {
+	found, err := e.sockets(ctx, path)
+	if err != nil {
+		return nil, nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+	defer cancel()
+	var (
+		wg  sync.WaitGroup
+		mu  sync.Mutex
+		out []located
+		bad []silent
+	)
+	for _, f := range found {
+		wg.Go(func() {
+			var bs []api.Backend
+			err := f.Err
+			if err == nil {
+				bs, err = f.Client.Backends(ctx)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			if err != nil {
+				bad = append(bad, silent{f.Path, err})
+			}
+			for _, b := range bs {
+				out = append(out, located{b, f.Client})
+			}
+		})
+	}
+	wg.Wait()
+	slices.SortFunc(out, func(a, b located) int {
+		return cmp.Or(strings.Compare(a.Service, b.Service), strings.Compare(a.Name, b.Name), strings.Compare(a.client.Path(), b.client.Path()))
+	})
+	slices.SortFunc(bad, func(a, b silent) int { return strings.Compare(a.path, b.path) })
+	return out, bad, nil
+}
+
+// find is the backend of that name.
+func (e *environment) find(ctx context.Context, path, name string) (located, error) {
+	all, bad, err := e.backends(ctx, path)
+	if err != nil {
+		return located{}, err
+	}
+	var hits []located
+	var names []string
+	for _, b := range all {
+		names = append(names, line(b.Name))
+		if b.Name == name {
+			hits = append(hits, b)
+		}
+	}
+	switch len(hits) {
+	case 1:
+		return hits[0], nil
+	case 0:
+		return located{}, e.notFound(name, names, bad)
+	}
+	var paths []string
+	for _, h := range hits {
+		paths = append(paths, h.client.Path())
+	}
+	return located{}, fmt.Errorf("there are %d backends named %q; choose one with --api %s", len(hits), name, strings.Join(paths, " or --api "))
+}
+
+func (e *environment) notFound(name string, names []string, bad []silent) error {
+	var b strings.Builder
+	fmt.Fprintf(&b, "there is no backend %q", name)
+	switch {
+	case len(names) > 0:
+		fmt.Fprintf(&b, "; there are: %s", strings.Join(names, ", "))
+		if near := nearest(name, names); near != "" {
+			b.WriteString(didYouMean([]string{near}))
+		}
+	case len(bad) == 0:
+		fmt.Fprintf(&b, ": no ebb runs here (no socket in %s); start one with: ebb run --name %s -- CMD",
+			strings.Join(api.RunDirs(e.getenv, e.uid), " or "), name)
+	}
+	for _, s := range bad {
+		b.WriteString("\nebb: " + s.hint())
+	}
+	return errors.New(b.String())
+}
+
+// sayHints tells about the sockets that gave no answer.
+func (e *environment) sayHints(bad []silent) {
+	for _, s := range bad {
+		fmt.Fprintf(e.stderr, "ebb: %s\n", s.hint())
+	}
+}
+
+// completeBackends offers the names of backends to the shell.
+func (e *environment) completeBackends(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+	if len(args) > 0 {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	ctx := cmd.Context()
+	if ctx == nil {
+		ctx = context.Background()
+	}
+	all, _, err := e.backends(ctx, "")
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveError
+	}
+	var names []string
+	for _, b := range all {
+		names = append(names, line(b.Name))
+	}
+	return names, cobra.ShellCompDirectiveNoFileComp
+}
