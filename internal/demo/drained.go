@@ -152,7 +152,11 @@ func (s *stage) drained(ctx context.Context, a *Act) error {
 		switch a.Name {
 		case ActRefuse, ActCrash:
 			a.Skipped = why
-			return nil
+			// ebb run ends with its server, and so takes back what it has in the kernel.
+			if err := unix.Kill(b.PID, unix.SIGKILL); err != nil {
+				return fmt.Errorf("end blue: %w", err)
+			}
+			return e.wait(ctx)
 		}
 		s.w.line("   %s", s.w.paint(amber, "‼ reduced: "+why))
 	}
@@ -237,7 +241,7 @@ func (s *stage) hear(ctx context.Context, a *Act, e *supervised, c *course, ev d
 			text = "the door is shut; those on the threshold come in"
 			if c.unguarded {
 				c.flip = time.Time{} // nothing was closed
-				text = "nobody new for a while; the door cannot be shut here"
+				text = "the door cannot be shut here: newcomers may still come"
 			}
 		case drain.PhaseWait:
 			if c.waiting {

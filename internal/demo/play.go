@@ -235,7 +235,7 @@ func (s *stage) conclude(rep *Report) {
 		rep.Verdict = "no request was lost with Ebb, but not all went as promised: see above"
 	}
 	if skipped > 0 && played > 0 {
-		rep.Verdict += fmt.Sprintf(" (%s not shown on this kernel)", several(skipped, "act was", "acts were"))
+		rep.Verdict += fmt.Sprintf(" (%s not shown here)", several(skipped, "act was", "acts were"))
 	}
 	w.line("")
 	w.table(rows, func(row, col int) string {
