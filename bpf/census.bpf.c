@@ -143,6 +143,9 @@ static __always_inline int sockops(struct bpf_sock_ops *ctx, const bool atomic)
 		}
 	}
 	if (op == SOCK_OPS_PASSIVE_ESTABLISHED) {
+		/* A cookie is made when it is first asked for, and a reader of files cannot ask. */
+		if (t->flags & LISTENER_MPTCP)
+			bpf_get_socket_cookie(ctx);
 		step(t, TAG_OPEN, BY_SOCKOPS, atomic);
 	} else if (op == SOCK_OPS_STATE) {
 		/* The barriers keep the compiler from reading at a computed context offset. */

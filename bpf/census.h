@@ -303,6 +303,7 @@ static __always_inline bool tag_listener(struct sock *sk, void *storage, __u64 c
 		return false;
 	/* A socket that listens again, perhaps for another backend, goes on with its old count. */
 	c->listening = 1;
+	c->addr = *a;
 	c->backend = backend;
 	c->gen = gen;
 	c->flags = flags;
