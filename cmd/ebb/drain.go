@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -277,6 +278,7 @@ func waitForEnd(ctx context.Context, c *api.Client, stream *api.Stream, d api.Dr
 			if ev.Drain != d.ID {
 				continue
 			}
+			learn(&d, ev)
 			if ev.Outcome == "" {
 				seen(ev)
 				continue
@@ -310,5 +312,35 @@ func waitForEnd(ctx context.Context, c *api.Client, stream *api.Stream, d api.Dr
 			return d, errors.Join(errEndUnseen, err)
 		}
 		defer stream.Close()
+	}
+}
+
+// learn takes over what an event tells about d, for when nobody is left to ask. What it cannot read it leaves:
+// an event of another version has other fields.
+func learn(d *api.Drain, ev api.Event) {
+	if ev.Phase != "" && ev.Phase != d.Phase() {
+		d.Phases = append(d.Phases, api.PhaseAt{Phase: ev.Phase, At: ev.Time})
+	}
+	var fields struct {
+		Survivors []drain.Survivor
+		Report    *drain.CutReport
+	}
+	b, err := json.Marshal(ev.Fields)
+	if err != nil || json.Unmarshal(b, &fields) != nil {
+		return
+	}
+	switch ev.Type {
+	case drain.EventSurvivors:
+		d.Survivors = nil
+		for _, s := range fields.Survivors {
+			d.Survivors = append(d.Survivors, api.StragglerOf(s))
+		}
+	case drain.EventCut:
+		if r := fields.Report; r != nil {
+			d.Cut = &api.Cut{
+				Method: d.Policy.OnDeadline, Graceful: int64(r.Graceful), Destroyed: int64(r.Destroyed),
+				Left: int64(r.Left), InFlight: int64(r.InFlight), Note: r.Note,
+			}
+		}
 	}
 }

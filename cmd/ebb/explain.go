@@ -165,7 +165,7 @@ func (x explanation) drainItems(item func(string, string, ...any), now time.Time
 	if d.WouldHave {
 		wouldBe = " (observed only: nothing is touched)"
 	}
-	item("new", "%s%s%s", d.Policy.OnNew, whyChosen(b.OnNew), wouldBe)
+	item("new", "%s%s%s", b.OnNew.Chosen, whyChosen(b.OnNew), wouldBe)
 	acts := d.Deadline.Add(-time.Duration(d.Slices.Reserve))
 	flush := acts.Add(-time.Duration(d.Slices.Flush))
 	switch {
@@ -278,16 +278,16 @@ func because(reason string) string {
 	return ": " + reason
 }
 
+// whyChosen is what on_new was set to, where that was not the answer itself, and why.
 func whyChosen(c api.OnNewChoice) string {
-	switch {
-	case c.Configured != c.Chosen && c.Why != "":
-		return fmt.Sprintf(" (%s: %s)", c.Configured, c.Why)
-	case c.Configured != c.Chosen:
-		return fmt.Sprintf(" (%s)", c.Configured)
-	case c.Why != "":
-		return fmt.Sprintf(" (%s)", c.Why)
+	why := c.Why
+	if set := string(c.Configured); c.Configured != c.Chosen && !strings.HasPrefix(why, set+":") {
+		why = strings.TrimSuffix(set+": "+why, ": ")
 	}
-	return ""
+	if why == "" {
+		return ""
+	}
+	return " (" + why + ")"
 }
 
 func orUnknown(s string) string {

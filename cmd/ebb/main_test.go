@@ -97,6 +97,8 @@ func TestScripts(t *testing.T) {
 			fakes := make(map[string]*fake)
 			env.Values[fakeKey{}] = fakes
 			env.Setenv("EBB_RUN_DIR", dir)
+			// Under the race detector each process would sleep for a second at its end.
+			env.Setenv("GORACE", "atexit_sleep_ms=0 "+os.Getenv("GORACE"))
 			env.Defer(func() {
 				for _, f := range fakes {
 					if err := f.stop(); err != nil {
