@@ -45,7 +45,8 @@ type SampleReader interface {
 }
 
 // SampleFromSocket makes a sample of what sock_diag tells. It is partial if the socket was listed without [TCPInfo]: then
-// nothing but the queues is known. Even a whole one lacks RcvNxtSndWl1, PID and FD.
+// nothing but state and queues is known. That is so if it was not asked for, and for a connection in FIN_WAIT2 that the
+// application has closed, whose rest the kernel keeps in little. Even a whole one lacks RcvNxtSndWl1, PID and FD.
 func SampleFromSocket(s Socket) (sample Sample, partial bool) {
 	sample = Sample{
 		FD: -1, Inode: uint64(s.Inode), Cookie: s.Cookie, State: s.State, Local: s.Local, Remote: s.Remote,

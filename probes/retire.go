@@ -110,6 +110,7 @@ func checkUntouched(fd int, v Verdict) error {
 	case info.State != StateEstablished:
 		return ErrGone
 	case unread > 0 || info.Unacked > 0 || info.NotSent > 0,
+		info.LastRecv < info.LastSent, // a request came last, whatever the look saw
 		info.BytesReceived != v.BytesReceived || info.BytesSent != v.BytesSent:
 		return ErrChanged
 	}
