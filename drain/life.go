@@ -23,6 +23,9 @@ const (
 	// lookLimit is when a look is given up; its counts are unknown then.
 	lookLimit = 5 * time.Second
 
+	// retryGap is the longest pause after a look that failed.
+	retryGap = time.Second
+
 	// flipLimit is when a flip is given up. Behind SYN cookies a flip waits 2 s for handshakes that are
 	// already out.
 	flipLimit = 5 * time.Second
@@ -579,7 +582,8 @@ func (m *Machine) resume(r Record) {
 	m.take(d)
 	m.reslice()
 	m.start(d, true)
-	if m.opt.Notify {
+	if m.opt.Notify && m.enforce() {
+		d.notified = true
 		m.warn("the application was perhaps told before the restart; it is not told again", nil)
 	}
 	if r.FlushReason == "" && r.Type != recordFlush {
@@ -633,8 +637,12 @@ func (m *Machine) onExited(err error) {
 		m.log.Info("application ended before the flush", "drain", d.id, "phase", d.phase)
 	}
 	// An application that was told, and that ends cleanly, has done what it was asked. The last look
-	// may be one poll interval older than its last response.
-	told := d.notified || !m.enforce()
+	// may be one poll interval older than its last response. Under observe it is told by whoever stops it.
+	told := d.notified
+	switch d.cause {
+	case CauseSignal, CausePodDeleted, CausePrestop:
+		told = told || !m.enforce()
+	}
 	switch {
 	case d.none():
 		m.finish(OutcomeDrained)

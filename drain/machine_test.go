@@ -27,6 +27,7 @@ type world struct {
 
 	lookTakes, closeTakes, cutTakes, listTakes time.Duration
 	hangLook, hangClose                        bool
+	deaf                                       bool // Look, CloseAdmission and Survivors ignore their contexts
 	// flush blocks until this is closed, or ctx is over; nil returns at once.
 	flushed chan struct{}
 	onKill  func()
@@ -146,6 +147,9 @@ func (w *world) CloseAdmission(ctx context.Context, until time.Time) error {
 		<-ctx.Done()
 		return ctx.Err()
 	}
+	if get(w, func(w *world) bool { return w.deaf }) {
+		ctx = context.Background()
+	}
 	if err := pause(ctx, takes); err != nil {
 		return err
 	}
@@ -170,12 +174,17 @@ func (w *world) Look(ctx context.Context) (Counts, error) {
 		<-ctx.Done()
 		return Counts{}, ctx.Err()
 	}
-	if err := pause(ctx, get(w, func(w *world) time.Duration { return w.lookTakes })); err != nil {
+	// What it finds is what was there when it began.
+	w.mu.Lock()
+	c, lerr, takes := w.counts, w.lookErr, w.lookTakes
+	if w.deaf {
+		ctx = context.Background()
+	}
+	w.mu.Unlock()
+	if err := pause(ctx, takes); err != nil {
 		return Counts{}, err
 	}
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.counts, w.lookErr
+	return c, lerr
 }
 
 func (w *world) Retire(context.Context) (int, error) {
@@ -189,6 +198,9 @@ func (w *world) Retire(context.Context) (int, error) {
 
 func (w *world) Survivors(ctx context.Context) ([]Survivor, error) {
 	w.note("survivors", nil)
+	if get(w, func(w *world) bool { return w.deaf }) {
+		ctx = context.Background()
+	}
 	if err := pause(ctx, get(w, func(w *world) time.Duration { return w.listTakes })); err != nil {
 		return nil, err
 	}
@@ -1046,6 +1058,108 @@ func TestD14_UndrainWaitsForTheFlip(t *testing.T) {
 			t.Fatalf("got %v, %s, want serving", err, st.State)
 		}
 		b.order("journal begin", "ready false", "close", "open", "journal undrain", "ready true")
+	})
+}
+
+// A World that does not hear the end of its contexts must not let one drain leak into the next.
+func TestD14_LateResultsOfAnEarlierEpoch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		w.deaf, w.lookTakes = true, 3*time.Second
+		b := run(t, w)
+		b.begin(Request{Policy: with(func(p *Policy) { p.Idle = IdleWait })})
+		after(time.Second)
+		if _, err := b.Undrain(t.Context(), 0, "root"); err != nil {
+			t.Fatal(err)
+		}
+		w.set(func(w *world) { w.counts.Active, w.lookTakes = 1, 0 })
+		b.begin(Request{Policy: budget})
+		after(2 * time.Second) // the zero of the first drain's look comes in
+		if st := b.Status(); st.InFlight != nil && *st.InFlight != 1 {
+			t.Errorf("in flight: got %d from the look of an earlier drain", *st.InFlight)
+		}
+		after(time.Second)
+		if st := b.Status(); st.InFlight == nil || *st.InFlight != 1 {
+			t.Errorf("in flight: got %v, want looks of the second drain", st.InFlight)
+		}
+	})
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		w.counts.Active = 1
+		w.deaf, w.closeTakes = true, 20*time.Second
+		b := run(t, w)
+		b.begin(Request{Policy: budget}) // answered when the flip is given up
+		if _, err := b.Undrain(t.Context(), 0, "root"); err != nil {
+			t.Fatal(err)
+		}
+		after(20 * time.Second) // the flip of the drain that was taken back happens after all
+		if n := w.names(); n[len(n)-1] != "open" || n[len(n)-2] != "close" {
+			t.Errorf("calls: got %q, want admission opened after the late flip", n)
+		}
+	})
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		w.counts.Active = 1
+		w.deaf, w.closeTakes = true, 8*time.Second
+		b := run(t, w)
+		b.begin(Request{Policy: budget})
+		if _, err := b.Undrain(t.Context(), 0, "root"); err != nil {
+			t.Fatal(err)
+		}
+		st := b.begin(Request{Policy: budget}) // cannot flip beside the first
+		after(20 * time.Second)
+		untils := get(w, func(w *world) []time.Time { return slices.Clone(w.untils) })
+		if len(untils) != 2 || untils[1].Sub(st.Deadline) != 10*time.Second {
+			t.Errorf("rule ends: got %v, want the second drain's own flip last", untils)
+		}
+	})
+}
+
+func TestR8_LateListIsLeftOut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		w.counts.Active = 1
+		w.deaf, w.listTakes, w.flushed = true, 2*time.Second, make(chan struct{})
+		w.list = []Survivor{{Peer: "192.0.2.1:1"}}
+		b := run(t, w)
+		b.begin(Request{Policy: budget})
+		st := b.outcome(OutcomeExpired)
+		if f := w.all("flush")[0]; f.at != 17*time.Second {
+			t.Errorf("flush at %v, want it in time without the list", f.at)
+		}
+		if len(st.Survivors) != 0 || !slices.ContainsFunc(st.Warnings, func(s string) bool { return strings.Contains(s, "survivors could not be listed") }) {
+			t.Errorf("got %d survivors, warnings %q, want none and a warning", len(st.Survivors), st.Warnings)
+		}
+	})
+}
+
+func TestD4_OneHungLookDoesNotBlindTheDrain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		w.hangLook = true
+		b := run(t, w)
+		b.begin(Request{Policy: budget})
+		after(time.Second)
+		w.set(func(w *world) { w.hangLook = false })
+		st := b.outcome(OutcomeDrained)
+		if took := st.Ended.Sub(st.Begun); took > 10*time.Second {
+			t.Errorf("took %v, want looks again soon after the one that hung", took)
+		}
+	})
+}
+
+func TestForcedBeginUsesTheDefaultPolicy(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		b := run(t, w)
+		bad := Policy{Grace: time.Second}
+		if _, err := b.Begin(t.Context(), Request{Policy: bad}); !errors.Is(err, ErrPolicy) {
+			t.Errorf("got %v, want ErrPolicy", err)
+		}
+		st := b.begin(Request{Policy: bad, Force: true})
+		if st.Budget.Policy.Grace != DefaultGrace || len(st.Warnings) != 1 {
+			t.Errorf("forced: got %v, warnings %q, want the default and a warning", st.Budget, st.Warnings)
+		}
 	})
 }
 

@@ -39,7 +39,7 @@ func TestD13_RestartGoesOnWithTheDrain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld()
 		w.counts = Counts{Known: true, Active: 50, Accepted: 50}
-		rec, boot, first := interrupted(t, w, budget, 4*time.Second, 3*time.Second)
+		rec, boot, first := interrupted(t, w, with(func(p *Policy) { p.NotifyAt = NotifyAtSettled }), 4*time.Second, 3*time.Second)
 		b := resumed(t, w, rec, boot)
 		st := b.Status()
 		if st.ID != first.ID || st.Cause != CauseOperator || st.By != "root" || st.State != StateDraining {

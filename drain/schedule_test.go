@@ -14,12 +14,12 @@ import (
 	"time"
 )
 
-// chaos is a World whose answers, failures and durations are random. It keeps to the contract of World
-// in that its calls return when their contexts end.
+// chaos is a World whose answers, failures and durations are random.
 type chaos struct {
 	mu    sync.Mutex
 	rnd   *rand.Rand
-	calm  int // one call in so many is slow or fails
+	calm  int  // one call in so many is slow or fails
+	deaf  bool // some calls do not hear the end of their contexts
 	open  int64
 	total uint64
 	start time.Time
@@ -62,6 +62,11 @@ func (c *chaos) trouble(longest time.Duration) (time.Duration, error) {
 
 func (c *chaos) call(ctx context.Context, longest time.Duration) error {
 	d, err := c.trouble(longest)
+	c.mu.Lock()
+	if c.deaf && c.rnd.IntN(c.calm) == 0 {
+		ctx = context.WithoutCancel(ctx)
+	}
+	c.mu.Unlock()
 	if perr := pause(ctx, d); perr != nil {
 		return perr
 	}
@@ -188,7 +193,7 @@ func (c *chaos) Emit(e Event) {
 func schedule(t *testing.T, seed uint64) (broken, trace []string) {
 	rnd := rand.New(rand.NewPCG(seed, 1))
 	c := &chaos{
-		rnd: rand.New(rand.NewPCG(seed, 2)), calm: []int{3, 20, 1000}[rnd.IntN(3)], open: int64(rnd.IntN(3)), start: time.Now(), ready: true,
+		rnd: rand.New(rand.NewPCG(seed, 2)), calm: []int{3, 20, 1000}[rnd.IntN(3)], deaf: rnd.IntN(3) == 0, open: int64(rnd.IntN(3)), start: time.Now(), ready: true,
 		ends: map[string][]Outcome{}, flushes: map[string][]time.Time{}, reasons: map[string]FlushReason{}, cuts: map[string][]time.Time{},
 	}
 	n := 0

@@ -317,12 +317,16 @@ func (m *Machine) notify() {
 		return
 	}
 	n := Notice{Drain: d.id, Gen: m.opt.Gen, Cause: d.cause, Deadline: d.deadline}
-	m.call(callNotify, d.flushDue, func(ctx context.Context, r *result) { r.err = m.opt.World.Notify(ctx, n) })
+	if !m.call(callNotify, d.flushDue, func(ctx context.Context, r *result) { r.err = m.opt.World.Notify(ctx, n) }) {
+		d.notified = false
+		m.warn("the application is not told: the notice of the drain before this one has not returned", nil)
+	}
 }
 
 func (m *Machine) onSettled(r result) {
 	d := m.life
-	d.nextSettle = r.ended.Add(max(pollFloor, pollFactor*r.ended.Sub(r.started)))
+	// Settle is short, so that its cost is bounded by its length too: a slow look must not be the only one.
+	d.nextSettle = r.ended.Add(min(max(pollFloor, pollFactor*r.ended.Sub(r.started)), maxSettle/6))
 	d.settleErr = r.err
 	if r.err != nil {
 		d.empties = 0
@@ -397,7 +401,11 @@ func (m *Machine) onLook(r result) {
 	took := r.ended.Sub(r.started)
 	d.lookTook, d.lookStart, d.lookEnd = took, r.started, r.ended
 	d.lookBegan = time.Time{}
-	d.nextLook = r.ended.Add(max(pollFloor, pollFactor*took))
+	gap := max(pollFloor, pollFactor*took)
+	if r.err != nil {
+		gap = min(gap, retryGap) // one that hung must not blind the rest of the drain
+	}
+	d.nextLook = r.ended.Add(gap)
 	if d.again {
 		d.nextLook = earliest(d.nextLook, r.ended.Add(d.lookGap()))
 	}
