@@ -45,6 +45,7 @@ var ebbBin string
 
 func TestMain(m *testing.M) {
 	loadtest.ServeIfAsked()
+	actIfAsked()
 	os.Exit(testMain(m))
 }
 
@@ -129,6 +130,12 @@ type supervised struct {
 // start begins `ebb run` and does not wait for it to listen.
 func (h *host) start(name string, flags []string, argv ...string) *supervised {
 	h.t.Helper()
+	return h.startWith(nil, name, flags, argv...)
+}
+
+// startWith is start after prepare has changed the command, for another user, namespace or standard input.
+func (h *host) startWith(prepare func(*exec.Cmd), name string, flags []string, argv ...string) *supervised {
+	h.t.Helper()
 	r := &supervised{h: h, name: name, done: make(chan struct{}), wake: make(chan struct{}), report: filepath.Join(h.t.TempDir(), "report"), stdout: filepath.Join(h.t.TempDir(), "stdout")}
 	args := append([]string{"run", "--name", name, "--report", r.report}, flags...)
 	args = append(append(args, "--"), argv...)
@@ -146,6 +153,9 @@ func (h *host) start(name string, flags []string, argv ...string) *supervised {
 	}
 	defer stderr.Close()
 	r.cmd.Cmd.Stdout, r.cmd.Cmd.Stderr = stdout, stderr
+	if prepare != nil {
+		prepare(r.cmd.Cmd)
+	}
 	if err := r.cmd.Start(); err != nil {
 		h.t.Fatalf("start ebb run: %v", err)
 	}
