@@ -148,8 +148,8 @@ func act(options []string) int {
 	return 0
 }
 
-// brief is a budget that leaves 8 s to wait; tests wait for events of it, never for the time itself.
-func brief(more ...string) []string {
+// shortBudget is a budget that leaves 8 s to wait; tests wait for events of it, never for the time itself.
+func shortBudget(more ...string) []string {
 	return append([]string{"--grace", "12s", "--flush-timeout", "2s", "--reserve", "2s", "--quiet-period", "300ms"}, more...)
 }
 
