@@ -143,7 +143,7 @@ func (inv inventory) addChildren() error {
 		if err != nil {
 			continue // the thread has ended, and its children are another's now
 		}
-		for _, pid := range strings.Fields(string(children)) {
+		for pid := range strings.FieldsSeq(string(children)) {
 			comm, _ := os.ReadFile("/proc/" + pid + "/comm")
 			inv["process "+pid+" "+strings.TrimSpace(string(comm))]++
 		}

@@ -268,37 +268,45 @@ func TestLeakCheckWaitsForWhatEndsByItself(t *testing.T) {
 }
 
 func TestRequireRootFailsOnlyInCI(t *testing.T) {
+	// Ask a copy of this binary that is nobody.
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var nobody *syscall.SysProcAttr
 	if os.Geteuid() == 0 {
-		// Ask a copy of this binary that is nobody.
-		exe := filepath.Join(t.TempDir(), "netnstest.test")
-		self, err := os.ReadFile("/proc/self/exe")
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(exe, self, 0o755); err != nil {
-			t.Fatal(err)
-		}
-		for dir := filepath.Dir(exe); dir != "/"; dir = filepath.Dir(dir) {
-			if st, err := os.Stat(dir); err != nil || st.Mode()&0o001 == 0 {
-				if err := os.Chmod(dir, 0o755); err != nil {
-					t.Fatal(err)
-				}
-			}
-		}
-		for _, tt := range []struct {
-			ci   string
-			want string
-		}{{"", "--- SKIP: TestNeedsRoot"}, {"true", "--- FAIL: TestNeedsRoot"}} {
-			c := exec.Command(exe, "-test.run=^TestNeedsRoot$", "-test.v")
-			c.Dir = "/"
-			c.Env = append(os.Environ(), "CI="+tt.ci)
-			c.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
-			out, _ := c.CombinedOutput() // its exit code is what the output says
-			if !strings.Contains(string(out), tt.want) {
-				t.Errorf("CI=%q: got %s, want %s", tt.ci, out, tt.want)
-			}
+		exe = copyForEveryone(t, exe)
+		nobody = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+	}
+	for _, tt := range []struct{ ci, want string }{{"", "--- SKIP: TestNeedsRoot"}, {"true", "--- FAIL: TestNeedsRoot"}} {
+		c := exec.Command(exe, "-test.run=^TestNeedsRoot$", "-test.v")
+		c.Dir = "/"
+		c.Env = append(os.Environ(), "CI="+tt.ci)
+		c.SysProcAttr = nobody
+		out, _ := c.CombinedOutput() // its exit code is what the output says
+		if !strings.Contains(string(out), tt.want) {
+			t.Errorf("CI=%q: got %s, want %s", tt.ci, out, tt.want)
 		}
 	}
+}
+
+// copyForEveryone copies a program to where every user may run it.
+func copyForEveryone(t *testing.T, path string) string {
+	t.Helper()
+	program, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	exe := filepath.Join(t.TempDir(), "netnstest.test")
+	if err := os.WriteFile(exe, program, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for _, dir := range []string{filepath.Dir(exe), filepath.Dir(filepath.Dir(exe))} {
+		if err := os.Chmod(dir, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return exe
 }
 
 func TestNeedsRoot(t *testing.T) {
