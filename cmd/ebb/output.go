@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -28,11 +29,9 @@ func newWord(def string, known ...string) *word { return &word{value: def, known
 
 // Set implements pflag.Value.
 func (w *word) Set(s string) error {
-	for _, k := range w.known {
-		if s == k {
-			w.value = s
-			return nil
-		}
+	if slices.Contains(w.known, s) {
+		w.value = s
+		return nil
 	}
 	return fmt.Errorf("it is none of %s", strings.Join(w.known, ", "))
 }

@@ -72,7 +72,7 @@ func TestOpenAPIHasEveryRoute(t *testing.T) {
 				t.Errorf("%s: operation id %q is missing or that of %s", name, op.OperationID, other)
 			}
 			ids[op.OperationID] = name
-			for _, part := range strings.Split(path, "/") {
+			for part := range strings.SplitSeq(path, "/") {
 				if param, ok := strings.CutPrefix(part, "{"); ok {
 					param = strings.TrimSuffix(param, "}")
 					if !slices.ContainsFunc(op.Parameters, func(p struct{ Name, In string }) bool { return p.Name == param && p.In == "path" }) {
@@ -119,8 +119,7 @@ func TestOpenAPIHasEveryField(t *testing.T) {
 		}
 		var fields []string
 		rt := reflect.TypeOf(v)
-		for i := range rt.NumField() {
-			f := rt.Field(i)
+		for f := range rt.Fields() {
 			field := jsonName(f)
 			if field == "" {
 				continue

@@ -244,13 +244,6 @@ func (s *Source) Drain(_ context.Context, name string, r api.DrainRequest) (api.
 	return *s.backends[i].Drain, nil
 }
 
-func cmpOr[T ~string](a, b T) T {
-	if a != "" {
-		return a
-	}
-	return b
-}
-
 // running is the backend's index if it is draining.
 func (s *Source) running(name string, gen uint64) (int, error) {
 	i, err := s.find(name, gen)
