@@ -958,6 +958,26 @@ func TestExtendIsRefusedByFlushAndJournal(t *testing.T) {
 	})
 }
 
+func TestExtendWhileFlipping(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		w.counts = Counts{Known: true, Active: 1}
+		w.closeTakes = 2 * time.Second
+		b := run(t, w)
+		go b.begin(Request{Policy: budget})
+		after(time.Second)
+		st, err := b.Extend(t.Context(), 0, 30*time.Second, time.Time{}, "root")
+		if err != nil {
+			t.Fatal(err)
+		}
+		after(5 * time.Second)
+		untils := get(w, func(w *world) []time.Time { return slices.Clone(w.untils) })
+		if len(untils) != 2 || untils[1].Sub(st.Deadline) != 10*time.Second {
+			t.Errorf("rule ends: got %v, want the last 10 s past the extended deadline", untils)
+		}
+	})
+}
+
 func TestExtendWhileSurvivorsAreListed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld()

@@ -205,10 +205,10 @@ func (m *Machine) transition(now time.Time) bool {
 			m.flush(FlushZero, now)
 			return true
 		}
-		if !listing {
-			return false
-		}
 		if d.listStart.IsZero() {
+			if !listing {
+				return false
+			}
 			m.list(now)
 			return true
 		}
