@@ -8,10 +8,12 @@ import (
 	"context"
 	"os"
 
+	"github.com/ebbproxy/ebb/internal/agent"
 	"github.com/ebbproxy/ebb/internal/loadtest"
 )
 
 func main() {
+	agent.ExecIfAsked()
 	loadtest.ServeIfAsked() // a server of `ebb demo` is this binary too
 	os.Exit(run(context.Background(), environment{
 		args:   os.Args[1:],

@@ -14,6 +14,9 @@ import (
 // way at the first has long ended at the second.
 const auditPause = 200 * time.Millisecond
 
+// auditEvery is how often a running drain compares.
+const auditEvery = 30 * time.Second
+
 // audit compares the census with a walk of the sockets that carry our tags. Counts move while one looks, so a
 // mismatch counts only when two in a row are equal and nothing was accepted or closed in between. It reports whether
 // the two agree and, if they do not, by how much the census is off.

@@ -55,6 +55,10 @@ type datapath interface {
 	listeners(ctx context.Context) (ls []listener, known bool, err error)
 	// cover prepares the listener so that refuse will take it in.
 	cover(l listener) error
+	// uncover takes that back: nothing of ours listens there any more.
+	uncover(l listener)
+	// overruled names a program of somebody else that may overrule a closed admission; "" if there is none.
+	overruled() string
 	// samples looks at each established connection of the listeners that the processes hold. full tells that the
 	// samples carry what only task_file sees.
 	samples(ctx context.Context, pids []int, covered map[uint64]listener) (ss []probes.Sample, full bool, err error)

@@ -347,6 +347,11 @@ func (k *kernelDatapath) cover(l listener) error {
 	if _, err := k.space(l.netns); err != nil {
 		return err
 	}
+	if k.closed() { // it will be refused from the next line on
+		if err := k.shadow(context.Background(), []listener{l}); err != nil {
+			return err
+		}
+	}
 	err := k.host.Admit(bpf.Address{NetNS: l.netns, AddrPort: l.addr}, l.v6only, k.id)
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -356,6 +361,38 @@ func (k *kernelDatapath) cover(l listener) error {
 	}
 	delete(k.taken, l.addr)
 	return err
+}
+
+func (k *kernelDatapath) uncover(l listener) {
+	if err := k.host.Dismiss(bpf.Address{NetNS: l.netns, AddrPort: l.addr}, k.id); err != nil {
+		k.log.Debug("dismiss rule", "address", l.addr.String(), "err", err)
+	}
+}
+
+func (k *kernelDatapath) overruled() string {
+	for _, sp := range k.spaces() {
+		fd := sp.fd
+		if fd < 0 {
+			ns, err := os.Open("/proc/thread-self/ns/net")
+			if err != nil {
+				return ""
+			}
+			defer ns.Close()
+			fd = int(ns.Fd())
+		}
+		progs, err := bpf.Foreign(k.opts, fd)
+		if err != nil {
+			k.log.Debug("look for other programs", "err", err)
+			continue
+		}
+		for _, p := range progs {
+			// One of another installation of Ebb refuses and steers its own backends only.
+			if p.Attach == "sk_lookup" && p.Name != "admission" {
+				return p.String()
+			}
+		}
+	}
+	return ""
 }
 
 func (k *kernelDatapath) samples(ctx context.Context, pids []int, covered map[uint64]listener) ([]probes.Sample, bool, error) {

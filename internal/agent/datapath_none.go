@@ -64,6 +64,8 @@ func (w *walkDatapath) hints() <-chan hint   { return w.hintc }
 func (w *walkDatapath) spaces() []*space     { return []*space{w.sp} }
 func (w *walkDatapath) forget(uint64)        {}
 func (w *walkDatapath) cover(listener) error { return nil }
+func (w *walkDatapath) uncover(listener)     {}
+func (w *walkDatapath) overruled() string    { return "" }
 func (w *walkDatapath) admit() error         { return nil }
 func (w *walkDatapath) unmark() error        { return nil }
 func (w *walkDatapath) close(bool) error     { return w.sp.diag.Close() }

@@ -39,8 +39,9 @@ type run struct {
 // A torn last line, which a crash in the middle of a write leaves, is cut off when the file is opened.
 // Its methods may be called from any goroutine.
 type journal struct {
-	mu sync.Mutex
-	f  *os.File
+	path string
+	mu   sync.Mutex
+	f    *os.File
 }
 
 // history is what a journal says of the past.
@@ -73,7 +74,7 @@ func openJournal(path string) (*journal, history, error) {
 	if err := syncDir(filepath.Dir(path)); err != nil {
 		return nil, history{}, errors.Join(err, f.Close())
 	}
-	return &journal{f: f}, h, nil
+	return &journal{path: path, f: f}, h, nil
 }
 
 func syncDir(dir string) error {
@@ -186,6 +187,28 @@ func (j *journal) append(record any) error {
 		return fmt.Errorf("sync journal: %w", err)
 	}
 	return nil
+}
+
+// restart replaces the journal by one that begins with this run: nothing of the runs before is asked for any more but
+// their highest generation, which the new one exceeds. After a crash either file is there, whole.
+func (j *journal) restart(r run) error {
+	path := j.path + ".new"
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return fmt.Errorf("begin journal: %w", err)
+	}
+	fresh := &journal{path: j.path, f: f}
+	if err := fresh.append(r); err != nil {
+		return errors.Join(err, f.Close(), os.Remove(path))
+	}
+	if err := os.Rename(path, j.path); err != nil {
+		return errors.Join(fmt.Errorf("begin journal: %w", err), f.Close(), os.Remove(path))
+	}
+	j.mu.Lock()
+	old := j.f
+	j.f = f
+	j.mu.Unlock()
+	return errors.Join(syncDir(filepath.Dir(j.path)), old.Close())
 }
 
 func (j *journal) close() error { return j.f.Close() }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/metrics"
 )
 
 // follow reads the run's own events to the end: it keeps the metrics, remembers ended drains and shows what happens, as
@@ -22,7 +23,7 @@ func (r *runner) follow(ctx context.Context) {
 		if err != nil {
 			return // the log is closed and read
 		}
-		r.account(e)
+		r.account(ctx, e)
 		if r.o.Progress == nil {
 			continue
 		}
@@ -39,8 +40,10 @@ func (r *runner) follow(ctx context.Context) {
 }
 
 // account turns an event into metrics.
-func (r *runner) account(e drain.Event) {
+func (r *runner) account(ctx context.Context, e drain.Event) {
 	switch e.Type {
+	case drain.EventBegin:
+		r.wg.Go(func() { r.audits(ctx) })
 	case drain.EventFlush:
 		if res, ok := e.Fields["result"].(string); ok {
 			reason, _ := e.Fields["reason"].(string)
@@ -58,6 +61,26 @@ func (r *runner) account(e drain.Event) {
 		r.drains = append(r.drains, d)
 		r.mu.Unlock()
 		r.metrics.DrainEnded(d)
+		if d.Late != nil {
+			r.metrics.LateConnections(r.o.Service, metrics.LateAdmit, metrics.LateOK, int(d.Late.Admitted))
+			r.metrics.LateConnections(r.o.Service, metrics.LateRefuse, metrics.LateOK, int(d.Late.Refused))
+		}
+	}
+}
+
+// audits compares the census with a walk while the drain runs: at once, and every 30 s.
+func (r *runner) audits(ctx context.Context) {
+	for r.draining() {
+		if _, _, err := r.b.audit(ctx); err != nil && ctx.Err() == nil {
+			r.log.Warn("audit", "err", err)
+		}
+		select {
+		case <-time.After(auditEvery):
+		case <-r.machine.Done():
+			return
+		case <-ctx.Done():
+			return
+		}
 	}
 }
 

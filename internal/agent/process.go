@@ -122,6 +122,7 @@ func startProcess(argv, env []string, stdin, stdout, stderr *os.File) (*process,
 	case err != nil && !errors.Is(err, exec.ErrDot):
 		return nil, fmt.Errorf("%w: %s", ErrNotFound, argv[0])
 	}
+	path, argv = activated(path, argv, env)
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 		return nil, fmt.Errorf("become subreaper: %w", err)
 	}

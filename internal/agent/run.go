@@ -110,6 +110,7 @@ type runner struct {
 	eff     drain.Effective
 	lock    *os.File
 	paths   paths
+	wg      sync.WaitGroup // every goroutine that uses the datapath
 
 	mu       sync.Mutex
 	stopping int  // stop signals received
@@ -293,12 +294,11 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 		}
 	}
 	defer func() { err = errors.Join(err, proc.close()) }()
-	var wg sync.WaitGroup
-	defer wg.Wait()
+	defer r.wg.Wait()
 	defer cancel()
-	wg.Go(func() { proc.watch(ctx) })
+	r.wg.Go(func() { proc.watch(ctx) })
 	if !adopted {
-		if err := j.append(run{Version: journalVersion, Type: "run", Name: r.o.Name, Gen: r.gen, Backend: r.id, PID: proc.pid, Start: proc.start, BootID: bootID(), Argv: r.o.Argv}); err != nil {
+		if err := j.restart(run{Version: journalVersion, Type: "run", Name: r.o.Name, Gen: r.gen, Backend: r.id, PID: proc.pid, Start: proc.start, BootID: bootID(), Argv: r.o.Argv}); err != nil {
 			r.log.Warn("journal run: a restart could not adopt CMD", "err", err)
 		}
 	}
@@ -309,12 +309,12 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	if r.machine, err = drain.New(r.machineOptions(past, adopted)); err != nil {
 		return ExitFailure, errors.Join(err, proc.killAll())
 	}
-	wg.Go(func() {
+	r.wg.Go(func() {
 		if err := r.machine.Run(ctx); err != nil && ctx.Err() == nil {
 			r.log.Error("drain machine", "err", err)
 		}
 	})
-	closeAPI, err := r.serve(ctx, &wg)
+	closeAPI, err := r.serve(ctx)
 	if err != nil {
 		return ExitFailure, errors.Join(err, proc.killAll())
 	}
@@ -324,16 +324,16 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	}
 	r.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("%s %s as process %d; %s", verb, strings.Join(r.o.Argv, " "), proc.pid, r.eff), Fields: map[string]any{"pid": proc.pid, "argv": r.o.Argv}})
 	if r.o.Terminal && r.o.Progress != nil {
-		wg.Go(func() { r.live(ctx) })
+		r.wg.Go(func() { r.live(ctx) })
 	}
-	wg.Go(func() { r.follow(ctx) })
+	r.wg.Go(func() { r.follow(ctx) })
 
 	r.loop(ctx, sigs, proc)
 
 	code = r.finish(ctx, proc)
 	closeAPI()
 	cancel()
-	wg.Wait()
+	r.wg.Wait()
 	removed = true
 	if cerr := dp.close(true); cerr != nil {
 		r.log.Warn("remove backend from kernel", "err", cerr)

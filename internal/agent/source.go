@@ -28,7 +28,7 @@ const readyTimeout = 2 * time.Second
 var _ api.Source = (*runner)(nil)
 
 // serve opens the API socket and, if asked for, the TCP address of probes and metrics.
-func (r *runner) serve(ctx context.Context, wg *sync.WaitGroup) (closeAPI func(), err error) {
+func (r *runner) serve(ctx context.Context) (closeAPI func(), err error) {
 	srv, err := api.NewServer(api.Options{Source: r, Log: r.events, Metrics: r.metrics.Handler(), Logger: r.log})
 	if err != nil {
 		return nil, err

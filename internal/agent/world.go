@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -103,18 +105,44 @@ func (b *backend) take(ls []listener) {
 		if l.live {
 			continue
 		}
-		// A closed listener's connections are still the backend's.
-		if _, was := b.covered[l.cookie]; !was && n > 0 {
-			continue
+		// A closed listener's connections are still the backend's, also when it closed while nobody looked.
+		_, was := b.covered[l.cookie]
+		if !was {
+			was = b.cov.split(append(slices.Clone(live), l))[len(live)] == ""
 		}
 		if l.open+l.ending+l.closing == 0 {
-			b.goneSum += l.total
+			if was {
+				b.goneSum += l.total
+			}
 			b.dp.forget(l.cookie)
 			continue
 		}
-		covered[l.cookie] = l
+		if was {
+			covered[l.cookie] = l
+		}
 	}
+	b.dismiss(covered)
 	b.all, b.why, b.covered, b.aside = ls, reasons, covered, aside && n > 0
+}
+
+// dismiss takes away the rules of addresses on which nothing of ours listens any more. The caller holds mu.
+func (b *backend) dismiss(now map[uint64]listener) {
+	live := liveAddrs(now)
+	for addr, l := range liveAddrs(b.covered) {
+		if _, ok := live[addr]; !ok {
+			b.dp.uncover(l)
+		}
+	}
+}
+
+func liveAddrs(m map[uint64]listener) map[netip.AddrPort]listener {
+	addrs := make(map[netip.AddrPort]listener, len(m))
+	for _, l := range m {
+		if l.live {
+			addrs[l.addr] = l
+		}
+	}
+	return addrs
 }
 
 // listening lists the covered listeners that are open.
@@ -195,10 +223,8 @@ func (b *backend) CloseAdmission(ctx context.Context, until time.Time) error {
 		b.emit(drain.Event{Type: drain.EventWarning, Message: "SYN cookies were sent within the last minute: admission stays open 2s more, since their handshakes cannot be told from new ones"})
 		wait(ctx, 2*time.Second)
 	}
+	// Without a listener too: one that CMD opens from now on is refused at once.
 	ls := b.listening()
-	if len(ls) == 0 {
-		return nil // nothing listens: nothing new can come
-	}
 	b.mu.Lock()
 	aside := b.aside
 	b.mu.Unlock()
@@ -212,6 +238,9 @@ func (b *backend) CloseAdmission(ctx context.Context, until time.Time) error {
 	b.refusing = true
 	b.halfOpen = nil
 	b.mu.Unlock()
+	if other := b.dp.overruled(); other != "" {
+		return fmt.Errorf("%w: %s may choose a socket although admission is closed", drain.ErrUnguarded, other)
+	}
 	return nil
 }
 
