@@ -185,8 +185,8 @@ const (
 
 	// What follows bounds the beginning of a connection in which a server speaks without having answered: session
 	// tickets of TLS 1.3, SETTINGS of HTTP/2. See [Classifier].
-	reflex        = 500 * time.Millisecond
-	beginning     = 2 * time.Second
+	reflex        = time.Second      // far more than a busy server takes for what needs no application
+	beginning     = 10 * time.Second // in which clients give up a TLS handshake (net/http: 10 s)
 	beginningSegs = 8
 )
 
@@ -224,7 +224,7 @@ const (
 // Not all that a server sends is an answer. After a TLS 1.3 handshake it sends session tickets, often when the first
 // request is already there; in HTTP/2 it sends SETTINGS, and acknowledges those of its peer. Such a reflex comes at once, at
 // the beginning, after at least two segments of the peer. So a connection whose every segment may belong to such a beginning (2
-// to 8 data segments in; the last data out within 500 ms of the last in, and within 2 s of the connection's start if that is
+// to 8 data segments in; the last data out within 1 s of the last in, and within 10 s of the connection's start if that is
 // known) is unknown rather than idle: it may be waiting for its first answer. An answer given later than that, or a
 // ninth segment, clears it. The price is that a connection which has only shaken hands, or was used a few
 // times right after it was opened and never since, is not called idle.
