@@ -52,9 +52,6 @@ const (
 	recordEnd     = "end"
 )
 
-// errDeferred puts a command aside until the flip has returned.
-var errDeferred = errors.New("deferred until the flip has returned")
-
 // life is one drain. It belongs to the goroutine of Run. Its moments are absolute and monotonic; a zero
 // one has not come or is not set.
 type life struct {
@@ -322,7 +319,7 @@ func (m *Machine) chooseOnNew(d *life) {
 	case OnNewAdmit:
 		d.onNew, d.why = OnNewAdmit, "configured"
 	default:
-		d.onNew, d.why = OnNewAdmit, "auto: nothing else could take new connections, so they are admitted until they pause"
+		d.onNew, d.why = OnNewAdmit, "nothing else could take new connections, so they are admitted until they pause"
 	}
 }
 

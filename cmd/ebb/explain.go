@@ -175,7 +175,7 @@ func (x explanation) drainItems(item func(string, string, ...any), now time.Time
 		item("flush", "sent (reason %s); the application has until %s", d.FlushReason, clockTime(acts))
 	default:
 		item("flush", "at zero that lasts %s, at the latest %s (in %s); the application then has %s",
-			d.Policy.QuietPeriod, clockTime(flush), brief(flush.Sub(now)), d.Slices.Flush)
+			d.Policy.QuietPeriod, clockTime(flush), brief(flush.Sub(now)), brief(time.Duration(d.Slices.Flush)))
 	}
 	item("deadline", "%s (in %s): %s", clockTime(d.Deadline), brief(d.Deadline.Sub(now)), atDeadline(*d, acts))
 	if n := d.Blocking["hold"]; n > 0 {

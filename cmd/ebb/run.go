@@ -121,7 +121,7 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 	o = agent.RunOptions{
 		Name: f.name, Service: f.service, Argv: args, Env: os.Environ(), Stdin: stdin, Stdout: stdout, Stderr: stderr,
 		Ready: f.ready, Mode: drain.Mode(f.mode), Datapath: f.datapath, API: f.api, Metrics: f.metrics, Report: f.report,
-		ExitOnOutcome: f.exitOnOutcome, RunDir: env.runDir(), BPFFS: f.bpffs, Version: version, Commit: commit,
+		ExitOnOutcome: f.exitOnOutcome, RunDir: env.runDir(), BPFFS: f.bpffs,
 		Terminal: terminal, Progress: stderr, Log: env.logger(terminal),
 		Policy: drain.Policy{
 			Protocol: drain.Protocol(f.protocol), OnNew: f.onNew.value, OnDeadline: drain.OnDeadline(f.onDeadline),
@@ -129,6 +129,7 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 			QuietPeriod: f.quietPeriod, AdmitFor: f.admitFor, IdleAfter: f.idleAfter, CloseSpread: f.closeSpread,
 		},
 	}
+	o.Version, o.Commit = buildVersion()
 	for _, v := range []struct{ flag, value, known string }{
 		{"mode", f.mode, "off observe enforce"}, {"datapath", f.datapath, "auto bpf none"},
 	} {

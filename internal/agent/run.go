@@ -260,7 +260,6 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	if r.metrics, err = metrics.New(metrics.Options{Source: r, Version: r.o.Version, Commit: r.o.Commit}); err != nil {
 		return ExitFailure, err
 	}
-	r.metrics.Register(r.o.Service, r.o.Name)
 
 	proc := r.survivor(past)
 	adopted := proc != nil
@@ -273,6 +272,9 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	if err != nil {
 		return ExitFailure, err
 	}
+	r.metrics.Register(r.o.Service, r.o.Name)
+	r.metrics.SetFeature("admission", dp.guarded())
+	r.metrics.SetFeature("census", dp.name() == "bpf")
 	removed := false
 	defer func() {
 		if !removed {
