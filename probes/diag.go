@@ -190,7 +190,8 @@ func (d *Diag) take(ctx context.Context) error {
 
 // Dump lists the sockets that the filter selects, each once. It is not a snapshot: the kernel walks its tables while
 // sockets come and go, the listeners before the connections, IPv4 before IPv6. What existed, in a selected state,
-// during the whole call is in it.
+// during the whole call is in it, except that an entry of a hash chain can be passed over when one before it in the same
+// chain goes away between two parts of the answer. Whoever waits for none must see none more than once.
 //
 // It wraps [ErrNoDiag] if the kernel cannot answer and [ErrTorn] if it never could without an interruption.
 func (d *Diag) Dump(ctx context.Context, f Filter) ([]Socket, error) {
@@ -254,7 +255,8 @@ func (d *Diag) dumpOnce(ctx context.Context, family uint8, f Filter) (socks []So
 				if err != nil {
 					return err
 				}
-				if !seen[s.Cookie] && s.matches(f) {
+				// The kernel resumes a table where it stopped, by number: what has moved may come twice.
+				if again := seen[s.Cookie] && s.Cookie != 0; !again && s.matches(f) {
 					seen[s.Cookie] = true
 					socks = append(socks, s)
 				}

@@ -383,18 +383,15 @@ func TestListenersOfEveryKind(t *testing.T) {
 	}
 }
 
-// An MPTCP connection is known as one, since it cannot be ended by force, and is left alone.
-func TestDestroyLeavesMPTCP(t *testing.T) {
-	netnstest.LeakCheck(t)
-	ns := netnstest.New(t)
-	d := openDiag(t, ns)
-	var l net.Listener
-	var client net.Conn
+// dialMPTCP makes an MPTCP connection to an MPTCP listener in a namespace.
+func dialMPTCP(t *testing.T, ns *netnstest.NS) (l net.Listener, client, server net.Conn) {
+	t.Helper()
 	ns.Do(t, func() {
 		var err error
 		if l, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
 			t.Fatal(err)
 		}
+		t.Cleanup(func() { l.Close() })
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, protoMPTCP)
 		if err != nil {
 			t.Skipf("no MPTCP here: %v", err)
@@ -407,16 +404,24 @@ func TestDestroyLeavesMPTCP(t *testing.T) {
 		if client, err = net.FileConn(f); err != nil {
 			t.Fatal(err)
 		}
+		t.Cleanup(func() { client.Close() })
 	})
-	defer l.Close()
-	defer client.Close()
-	server := accept(t, l)
-	plain := dial(t, ns, l.Addr().String())
-	plainServer := accept(t, l)
+	server = accept(t, l)
 	write(t, client, "a") // the connection is MPTCP for good once data has passed
 	read(t, server, "a")
 	write(t, server, "b")
 	read(t, client, "b")
+	return l, client, server
+}
+
+// An MPTCP connection is known as one, since it cannot be ended by force, and is left alone.
+func TestDestroyLeavesMPTCP(t *testing.T) {
+	netnstest.LeakCheck(t)
+	ns := netnstest.New(t)
+	d := openDiag(t, ns)
+	l, client, server := dialMPTCP(t, ns)
+	plain := dial(t, ns, l.Addr().String())
+	plainServer := accept(t, l)
 	socks, err := d.Dump(t.Context(), Filter{States: StatesConnected, LocalPorts: []uint16{port(t, l.Addr())}, Info: true})
 	if err != nil || len(socks) != 2 {
 		t.Fatalf("got %+v, %v, want 2 connections", socks, err)
@@ -435,6 +440,42 @@ func TestDestroyLeavesMPTCP(t *testing.T) {
 		t.Error("the plain connection is still there")
 	}
 	plainServer.Close()
+}
+
+func TestRetireAndHoldMPTCP(t *testing.T) {
+	netnstest.LeakCheck(t)
+	ns := netnstest.New(t)
+	d := openDiag(t, ns)
+	_, client, server := dialMPTCP(t, ns)
+	var v Verdict
+	eventually(t, "the answer to be acknowledged", func() bool {
+		x, ok := sample(t, d, client)
+		list := []Sample{x}
+		if err := Locate([]int{os.Getpid()}, list); err != nil {
+			t.Fatal(err)
+		}
+		v = Verdict{Sample: list[0], Class: ClassIdle}
+		return ok && x.queued() == 0 && list[0].FD >= 0
+	})
+	if !v.MPTCP {
+		t.Errorf("got %+v, want MPTCP", v.Sample)
+	}
+	h, err := Hold(v.PID, v.FD, v.Inode)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer h.Close()
+	if ok, err := h.Acked(); err != nil || !ok {
+		t.Errorf("got acknowledged %v, %v, want true", ok, err)
+	}
+	if err := Retire(t.Context(), v); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := server.Read(make([]byte, 1)); n != 0 || err == nil {
+		t.Errorf("got %d bytes, %v, want the end", n, err)
+	}
+	write(t, server, "last words")
+	read(t, client, "last words")
 }
 
 func TestG10_NotCovered(t *testing.T) {
@@ -496,4 +537,36 @@ func TestG10_NotCovered(t *testing.T) {
 			}
 		}
 	})
+}
+
+// BenchmarkDump is one walk that finds 100 of 2,000 connections.
+func BenchmarkDump(b *testing.B) {
+	netnstest.RequireRoot(b)
+	ns := netnstest.New(b)
+	d := openDiag(b, ns)
+	l, other := ns.Listen(b, "tcp", "127.0.0.1:0"), ns.Listen(b, "tcp", "127.0.0.1:0")
+	for i := range 1000 {
+		to := other
+		if i%10 == 0 {
+			to = l
+		}
+		dial(b, ns, to.Addr().String())
+		accept(b, to)
+	}
+	ports := []uint16{port(b, l.Addr())}
+	for _, c := range []struct {
+		name   string
+		family uint8
+		info   bool
+	}{{"both families", 0, false}, {"IPv4", unix.AF_INET, false}, {"IPv4 with info", unix.AF_INET, true}} {
+		b.Run(c.name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				socks, err := d.Dump(b.Context(), Filter{States: StatesConnected, Family: c.family, LocalPorts: ports, Info: c.info})
+				if err != nil || len(socks) != 100 {
+					b.Fatalf("got %d sockets, %v, want 100", len(socks), err)
+				}
+			}
+		})
+	}
 }
