@@ -48,4 +48,7 @@ var (
 
 	// ErrSlice is the cause with which the context of a call of World ends when its slice is over.
 	ErrSlice = errors.New("the slice is over")
+
+	// errDeferred puts a command aside until the flip has returned. No caller sees it.
+	errDeferred = errors.New("deferred until the flip has returned")
 )
