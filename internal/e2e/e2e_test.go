@@ -50,6 +50,12 @@ func TestMain(m *testing.M) {
 }
 
 func testMain(m *testing.M) int {
+	// What is built with the race detector sleeps for a second before it exits, in case other goroutines still race
+	// (runtime/race, atexit_sleep_ms). Here that would be a second for each of hundreds of processes.
+	if err := os.Setenv("GORACE", strings.TrimSpace("atexit_sleep_ms=0 "+os.Getenv("GORACE"))); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
 	ebbBin = os.Getenv("EBB_BIN")
 	if ebbBin == "" {
 		dir, err := os.MkdirTemp("", "ebb-e2e-*")
