@@ -180,3 +180,38 @@ func TestResumeRefusesWhatDoesNotFit(t *testing.T) {
 		t.Error("mode maybe: got nil, want an error")
 	}
 }
+
+// A record without the moments of its slices still has its policy: they are worked out from that.
+func TestD13_RecordWithoutSlices(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		w.counts = Counts{Known: true, Active: 1}
+		rec, boot, first := interrupted(t, w, budget, 4*time.Second, time.Second)
+		rec.FlushBoot, rec.CutBoot = 0, 0
+		st := resumed(t, w, rec, boot).Status()
+		if !st.FlushBy.Equal(first.FlushBy) || !st.CutAt.Equal(first.CutAt) {
+			t.Errorf("got flush by %v, cut at %v, want %v, %v", st.FlushBy, st.CutAt, first.FlushBy, first.CutAt)
+		}
+		if got, want := st.Left(), 20*time.Second; got != want {
+			t.Errorf("left: got %v, want %v", got, want)
+		}
+	})
+}
+
+func TestD13_UnguardedFlushIsResumedUnguarded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		w.counts = Counts{Known: true, Active: 1}
+		w.flushed = make(chan struct{})
+		rec, boot, _ := interrupted(t, w, budget, 18*time.Second, time.Second)
+		rec.FlushReason = "" // the type alone says that it was sent
+		b := run(t, w, func(o *Options) { o.Resume, o.Boot, o.Unguarded = &rec, boot, true })
+		st := b.outcome(OutcomeExpired)
+		if st.FlushReason != FlushDeadline || !st.Unguarded || w.count("flush") != 1 || w.count("cut") != 1 {
+			t.Errorf("got reason %s, unguarded %v, calls %q, want one flush by deadline and the cut", st.FlushReason, st.Unguarded, w.names())
+		}
+		if st.Left() != 0 {
+			t.Errorf("left after the end: got %v, want 0", st.Left())
+		}
+	})
+}
