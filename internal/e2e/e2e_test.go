@@ -326,7 +326,8 @@ func (r *supervised) result() agent.Report {
 // client talks to the run's API.
 func (r *supervised) client() *http.Client {
 	sock := api.RunSocket(r.h.runDir, r.name)
-	return &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+	// No keep-alive: nobody would close the connections, and the server bounds them.
+	return &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		var d net.Dialer
 		return d.DialContext(ctx, "unix", sock)
 	}}}
