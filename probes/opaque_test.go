@@ -62,6 +62,7 @@ class H(http.server.BaseHTTPRequestHandler):
     def log_message(self, *a): pass
 http.server.ThreadingHTTPServer.request_queue_size = 128
 http.server.ThreadingHTTPServer.daemon_threads = True
+http.server.ThreadingHTTPServer.handle_error = lambda *a: None
 s = http.server.ThreadingHTTPServer(('127.0.0.1', 8443), H)
 c = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 c.load_cert_chain(sys.argv[1], sys.argv[2])

@@ -145,6 +145,13 @@ func dirNumbers(dir string) ([]int, error) {
 	return nums, nil
 }
 
+// Started is when a process started, in clock ticks since boot. It is known of a zombie too. It wraps [ErrGone] if there
+// is no such process.
+func Started(pid int) (uint64, error) {
+	p, err := readStat(pid)
+	return p.Start, err
+}
+
 // Alive reports whether the process that had this pid and start time still runs. A zombie does not.
 func Alive(pid int, start uint64) bool {
 	p, err := readStat(pid)

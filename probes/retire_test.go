@@ -3,8 +3,10 @@
 package probes
 
 import (
+	"context"
 	"errors"
 	"io"
+	"net/http"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -167,6 +169,53 @@ func TestG5_RetireLetsGoOfAClosedLoop(t *testing.T) {
 		if retired < clients/2 {
 			t.Errorf("got %d retired of %d", retired, clients)
 		}
+	})
+}
+
+// A stock pool that never pauses loses nothing: net/http sends again what met the close, since nothing of it was begun.
+func TestG5_BusyPoolLosesNothing(t *testing.T) {
+	eachServer(t, func(t *testing.T, s *server) {
+		const clients = 20
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		var wg sync.WaitGroup
+		var answered atomic.Int64
+		for range clients {
+			tr := &http.Transport{DialContext: s.ns.DialContext}
+			wg.Go(func() {
+				defer tr.CloseIdleConnections()
+				for ctx.Err() == nil {
+					req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+s.addr()+"/", nil)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					resp, err := tr.RoundTrip(req)
+					if err == nil {
+						_, err = io.Copy(io.Discard, resp.Body)
+						resp.Body.Close()
+					}
+					if err != nil && ctx.Err() == nil {
+						t.Errorf("a request failed: %v", err)
+						return
+					}
+					answered.Add(1)
+				}
+			})
+		}
+		cl := NewClassifier(ClassifierOptions{Protocol: ProtocolHTTP1})
+		retired := map[uint64]bool{}
+		eventually(t, "as many retired as there are clients", func() bool {
+			for _, v := range cl.Look(time.Now(), s.samples(t), false) {
+				if Retirable(v, RetireGuard{Busy: true}) && Retire(ctx, v) == nil {
+					retired[v.Cookie] = true
+				}
+			}
+			return len(retired) >= clients
+		})
+		cancel()
+		wg.Wait()
+		t.Logf("%d answers, %d connections retired", answered.Load(), len(retired))
 	})
 }
 

@@ -42,6 +42,7 @@ class H(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b'hello\n')
     def log_message(self, *a): pass
 http.server.ThreadingHTTPServer.request_queue_size = 128
+http.server.ThreadingHTTPServer.handle_error = lambda *a: None
 http.server.ThreadingHTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()
 `
 
