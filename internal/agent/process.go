@@ -117,7 +117,7 @@ func (p *process) descendants() []int {
 func startProcess(argv, env []string, stdin, stdout, stderr *os.File) (*process, error) {
 	path, err := exec.LookPath(argv[0])
 	switch {
-	case errors.Is(err, fs.ErrPermission):
+	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EISDIR):
 		return nil, fmt.Errorf("%w: %s", ErrNotExecutable, argv[0])
 	case err != nil && !errors.Is(err, exec.ErrDot):
 		return nil, fmt.Errorf("%w: %s", ErrNotFound, argv[0])
@@ -144,7 +144,8 @@ func startProcess(argv, env []string, stdin, stdout, stderr *os.File) (*process,
 		}
 	}
 	p := &process{pid: pid, child: true, pidfd: os.NewFile(uintptr(pidfd), "pidfd"), done: make(chan struct{})}
-	if p.start, err = startTicks(pid); err != nil {
+	// It may have ended already: as long as it is not reaped, it can be asked.
+	if p.start, err = probes.Started(pid); err != nil {
 		return nil, errors.Join(err, p.signal(unix.SIGKILL), p.pidfd.Close())
 	}
 	return p, nil
@@ -163,19 +164,6 @@ func adoptProcess(pid int, start uint64) (*process, bool) {
 		return nil, false
 	}
 	return &process{pid: pid, start: start, pidfd: os.NewFile(uintptr(pidfd), "pidfd"), done: make(chan struct{})}, true
-}
-
-func startTicks(pid int) (uint64, error) {
-	tree, err := probes.Tree(pid)
-	if err != nil {
-		return 0, err
-	}
-	for _, p := range tree {
-		if p.PID == pid {
-			return p.Start, nil
-		}
-	}
-	return 0, fmt.Errorf("find process %d: %w", pid, fs.ErrNotExist)
 }
 
 // watch blocks until CMD's main process has ended or ctx is over. Where CMD is our child it also reaps every
