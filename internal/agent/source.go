@@ -125,7 +125,14 @@ func (r *runner) view(ctx context.Context, closer bool) api.Backend {
 			v.NotCovered = append(v.NotCovered, api.NotCovered{What: proto + " " + l.addr.String(), Why: r.b.why[l.cookie]})
 		}
 	}
+	known := slices.Clone(r.b.all)
 	r.b.mu.Unlock()
+	if closer {
+		for _, l := range r.unwatched(known) {
+			v.Listeners = append(v.Listeners, l)
+			v.NotCovered = append(v.NotCovered, api.NotCovered{What: l.Protocol + " " + l.Address, Why: l.Why})
+		}
+	}
 	slices.SortFunc(v.Listeners, func(a, b api.Listener) int { return cmp.Compare(a.Address, b.Address) })
 	if closer {
 		v.NotCovered = append(v.NotCovered, r.notCovered()...)
@@ -136,6 +143,29 @@ func (r *runner) view(ctx context.Context, closer bool) api.Backend {
 		v.Drain = &d
 	}
 	return v
+}
+
+// unwatched lists the TCP listeners of CMD that the datapath was told to leave alone, which it therefore does not know.
+func (r *runner) unwatched(known []listener) []api.Listener {
+	var out []api.Listener
+	for _, sp := range r.b.dp.spaces() {
+		found, err := probes.Listeners(sp.diag, r.b.proc.descendants())
+		if err != nil {
+			r.log.Debug("list listeners", "err", err)
+			continue
+		}
+		for _, f := range found {
+			if slices.ContainsFunc(known, func(l listener) bool { return l.cookie == f.Cookie }) {
+				continue
+			}
+			l := api.Listener{Address: f.Local.String(), Protocol: f.Protocol, PID: f.PID, Why: r.b.cov.split([]listener{{addr: f.Local}})[0]}
+			if l.Why == "" {
+				l.Why = "the census does not see it"
+			}
+			out = append(out, l)
+		}
+	}
+	return out
 }
 
 func (r *runner) onNew(s drain.Status) api.OnNewChoice {
