@@ -100,7 +100,7 @@ func children(pid int) ([]int, error) {
 			}
 			continue // the thread has ended
 		}
-		for _, f := range strings.Fields(string(b)) {
+		for f := range strings.FieldsSeq(string(b)) {
 			if n, err := strconv.Atoi(f); err == nil {
 				pids = append(pids, n)
 			}
