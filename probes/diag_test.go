@@ -570,3 +570,49 @@ func BenchmarkDump(b *testing.B) {
 		})
 	}
 }
+
+// What needs no privilege works without: the listeners and connections of our own user's processes, and their classes.
+func TestOwnSocketsWithoutPrivilege(t *testing.T) {
+	d, err := OpenDiag(DiagOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	l, err := net.Listen("tcp", "127.0.0.1:0") // MPTCP where the kernel has it
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	want := "tcp"
+	control(t, l, func(fd int) {
+		if p, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PROTOCOL); err == nil && p == protoMPTCP {
+			want = "mptcp"
+		}
+	})
+	var found []Listener
+	ls, err := Listeners(d, []int{os.Getpid()})
+	for _, x := range ls {
+		if x.Local.String() == l.Addr().String() {
+			found = append(found, x)
+		}
+	}
+	if err != nil || len(found) != 1 || found[0].Protocol != want || found[0].PID != os.Getpid() {
+		t.Fatalf("got %+v, %v, want one listener by %s", found, err, want)
+	}
+	c, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	ours := func(c uint64) bool { return c == found[0].Cookie }
+	if q, _, err := d.Pending(t.Context(), []uint16{port(t, l.Addr())}, ours, nil); err != nil || q != 1 {
+		t.Errorf("got %d queued, %v, want 1", q, err)
+	}
+	s := accept(t, l)
+	write(t, c, "ask")
+	read(t, s, "ask")
+	cl := NewClassifier(ClassifierOptions{})
+	if v, ok := look(t, cl, d, c); !ok || v.Class != ClassActive {
+		t.Errorf("got %v %+v, want active", v.Class, v.Sample)
+	}
+}
