@@ -134,6 +134,7 @@ const (
 	censusMapTags                = "tags"
 	censusMapTargets             = "targets"
 	censusMapWatch               = "watch"
+	censusProgCensusDestroy      = "census_destroy"
 	censusProgCensusSockops      = "census_sockops"
 	censusProgCensusSockopsPlain = "census_sockops_plain"
 	censusProgCensusState        = "census_state"
@@ -183,6 +184,7 @@ type censusSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type censusProgramSpecs struct {
+	CensusDestroy      *ebpf.ProgramSpec `ebpf:"census_destroy"`
 	CensusSockops      *ebpf.ProgramSpec `ebpf:"census_sockops"`
 	CensusSockopsPlain *ebpf.ProgramSpec `ebpf:"census_sockops_plain"`
 	CensusState        *ebpf.ProgramSpec `ebpf:"census_state"`
@@ -277,6 +279,7 @@ type censusVariables struct {
 //
 // It can be passed to loadCensusObjects or ebpf.CollectionSpec.LoadAndAssign.
 type censusPrograms struct {
+	CensusDestroy      *ebpf.Program `ebpf:"census_destroy"`
 	CensusSockops      *ebpf.Program `ebpf:"census_sockops"`
 	CensusSockopsPlain *ebpf.Program `ebpf:"census_sockops_plain"`
 	CensusState        *ebpf.Program `ebpf:"census_state"`
@@ -284,6 +287,7 @@ type censusPrograms struct {
 
 func (p *censusPrograms) Close() error {
 	return _CensusClose(
+		p.CensusDestroy,
 		p.CensusSockops,
 		p.CensusSockopsPlain,
 		p.CensusState,

@@ -723,6 +723,40 @@ func TestSelfInAPIDNamespace(t *testing.T) {
 	}
 }
 
+// An audit corrects a count inside the kernel, and only if nothing moved since it looked.
+func TestCorrectAddsInTheKernel(t *testing.T) {
+	ns := netnstest.New(t)
+	h := installed(t, options(t))
+	watchSelf(t, h, Watch{Backend: 7, Gen: 1, Only: []uint16{4660}})
+	ns.Listen(t, "tcp", "127.0.0.1:4660")
+	dial(t, ns, "127.0.0.1:4660")
+	dial(t, ns, "127.0.0.1:4660")
+	counts := func() ListenerCount {
+		t.Helper()
+		cs, err := h.Counts(7)
+		if err != nil || len(cs) != 1 {
+			t.Fatalf("counts: got %+v, %v, want one listener", cs, err)
+		}
+		return cs[0]
+	}
+	eventually(t, "two connections", func() bool { return counts().Open == 2 })
+	seen := counts()
+	stale := seen
+	stale.Total--
+	if done, err := h.Correct(stale, -1, 0, 0); done || err != nil {
+		t.Errorf("correct what has moved: got %v, %v, want nothing done", done, err)
+	}
+	if done, err := h.Correct(seen, -1, 3, 2); !done || err != nil {
+		t.Errorf("correct: got %v, %v", done, err)
+	}
+	if c := counts(); c.Open != 1 || c.Ending != 3 || c.Closing != 2 || c.Healed != seen.Healed+1 {
+		t.Errorf("got %+v, want 1 open, 3 ending, 2 closing", c)
+	}
+	if done, err := h.Correct(counts(), 0, -4, 0); done || err == nil {
+		t.Errorf("correct below zero: got %v, %v, want an error", done, err)
+	}
+}
+
 func FuzzDecodeTag(f *testing.F) {
 	f.Add(make([]byte, 40))
 	f.Add([]byte{1})

@@ -563,4 +563,12 @@ struct walk_result {
 	__u64 mptcp; /* files of MPTCP listeners without a tag: they cannot be adopted */
 };
 
+struct count_correction {
+	__u64 cookie; /* the listener's; 0 once it is done */
+	__u64 live;   /* added to count.live */
+	__s64 closing;
+	__u64 total; /* it is done only if these are still so */
+	__u64 closed;
+};
+
 #endif /* EBB_H */

@@ -30,6 +30,8 @@ var (
 	ErrNoRule = errors.New("no admission for this address")
 	// ErrInUse means that a listener still has connections or listens.
 	ErrInUse = errors.New("is still in use")
+
+	errNegative = errors.New("it would be below zero")
 )
 
 // TakenError says whose something is. It wraps ErrTaken.

@@ -269,6 +269,39 @@ int adopt(struct bpf_iter__task_file *ctx)
 	return 0;
 }
 
+/* [0]: what is to be corrected. Private. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct count_correction);
+} correction SEC(".maps");
+
+/*
+ * Corrects a count after an audit. Only the kernel writes counts: an update from user space would
+ * undo what the hooks add meanwhile. Runs for any task, and does it once.
+ */
+SEC("iter/task")
+int correct(struct bpf_iter__task *ctx)
+{
+	__u32 zero = 0;
+	struct count_correction *r = bpf_map_lookup_elem(&correction, &zero);
+	struct count *c;
+	__u64 cookie;
+
+	if (!r || !r->cookie)
+		return 0;
+	cookie = r->cookie;
+	c = bpf_map_lookup_elem(&counts, &cookie);
+	if (!c || c->total != r->total || c->closed != r->closed)
+		return 0;
+	__sync_fetch_and_add(&c->live, r->live);
+	__sync_fetch_and_add(&c->closing, r->closing);
+	__sync_fetch_and_add(&c->healed, 1);
+	r->cookie = 0;
+	return 0;
+}
+
 /* For each process of the reader's pid namespace: its global id, its start, and whether it reads.
  */
 SEC("iter/task")

@@ -13,6 +13,15 @@ import (
 	"github.com/cilium/ebpf"
 )
 
+type filesCountCorrection struct {
+	_       structs.HostLayout
+	Cookie  uint64
+	Live    uint64
+	Closing int64
+	Total   uint64
+	Closed  uint64
+}
+
 type filesFileRecord struct {
 	_      structs.HostLayout
 	Tgid   uint32
@@ -119,6 +128,7 @@ const (
 	filesMapAdopting         = "adopting"
 	filesMapBackends         = "backends"
 	filesMapControl          = "control"
+	filesMapCorrection       = "correction"
 	filesMapCounts           = "counts"
 	filesMapDrains           = "drains"
 	filesMapErrors           = "errors"
@@ -131,6 +141,7 @@ const (
 	filesMapWalked           = "walked"
 	filesMapWatch            = "watch"
 	filesProgAdopt           = "adopt"
+	filesProgCorrect         = "correct"
 	filesProgFiles           = "files"
 	filesProgTasks           = "tasks"
 	filesVarFileRecordLayout = "file_record_layout"
@@ -180,9 +191,10 @@ type filesSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type filesProgramSpecs struct {
-	Adopt *ebpf.ProgramSpec `ebpf:"adopt"`
-	Files *ebpf.ProgramSpec `ebpf:"files"`
-	Tasks *ebpf.ProgramSpec `ebpf:"tasks"`
+	Adopt   *ebpf.ProgramSpec `ebpf:"adopt"`
+	Correct *ebpf.ProgramSpec `ebpf:"correct"`
+	Files   *ebpf.ProgramSpec `ebpf:"files"`
+	Tasks   *ebpf.ProgramSpec `ebpf:"tasks"`
 }
 
 // filesMapSpecs contains maps before they are loaded into the kernel.
@@ -193,6 +205,7 @@ type filesMapSpecs struct {
 	Adopting   *ebpf.MapSpec `ebpf:"adopting"`
 	Backends   *ebpf.MapSpec `ebpf:"backends"`
 	Control    *ebpf.MapSpec `ebpf:"control"`
+	Correction *ebpf.MapSpec `ebpf:"correction"`
 	Counts     *ebpf.MapSpec `ebpf:"counts"`
 	Drains     *ebpf.MapSpec `ebpf:"drains"`
 	Errors     *ebpf.MapSpec `ebpf:"errors"`
@@ -239,6 +252,7 @@ type filesMaps struct {
 	Adopting   *ebpf.Map `ebpf:"adopting"`
 	Backends   *ebpf.Map `ebpf:"backends"`
 	Control    *ebpf.Map `ebpf:"control"`
+	Correction *ebpf.Map `ebpf:"correction"`
 	Counts     *ebpf.Map `ebpf:"counts"`
 	Drains     *ebpf.Map `ebpf:"drains"`
 	Errors     *ebpf.Map `ebpf:"errors"`
@@ -258,6 +272,7 @@ func (m *filesMaps) Close() error {
 		m.Adopting,
 		m.Backends,
 		m.Control,
+		m.Correction,
 		m.Counts,
 		m.Drains,
 		m.Errors,
@@ -285,14 +300,16 @@ type filesVariables struct {
 //
 // It can be passed to loadFilesObjects or ebpf.CollectionSpec.LoadAndAssign.
 type filesPrograms struct {
-	Adopt *ebpf.Program `ebpf:"adopt"`
-	Files *ebpf.Program `ebpf:"files"`
-	Tasks *ebpf.Program `ebpf:"tasks"`
+	Adopt   *ebpf.Program `ebpf:"adopt"`
+	Correct *ebpf.Program `ebpf:"correct"`
+	Files   *ebpf.Program `ebpf:"files"`
+	Tasks   *ebpf.Program `ebpf:"tasks"`
 }
 
 func (p *filesPrograms) Close() error {
 	return _FilesClose(
 		p.Adopt,
+		p.Correct,
 		p.Files,
 		p.Tasks,
 	)

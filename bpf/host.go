@@ -34,6 +34,7 @@ const (
 const (
 	sockopsLink = "census_sockops"
 	stateLink   = "census_state"
+	destroyLink = "census_destroy"
 )
 
 // hostMaps are the pinned maps, each by the name of its pin.
@@ -163,7 +164,7 @@ func open(o Options) (*Host, error) {
 	if err := h.openMaps(o.version()); err != nil {
 		return nil, errors.Join(err, h.Close())
 	}
-	for _, name := range []string{sockopsLink, stateLink} {
+	for _, name := range []string{sockopsLink, stateLink, destroyLink} {
 		l, err := link.LoadPinnedLink(linkPin(o.version(), name), nil)
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
@@ -290,7 +291,7 @@ func (h *Host) refresh(version string) error {
 	for _, hook := range []struct {
 		name   string
 		attach func(version string) error
-	}{{stateLink, h.attachState}, {sockopsLink, h.attachSockops}} {
+	}{{destroyLink, h.attachDestroy}, {stateLink, h.attachState}, {sockopsLink, h.attachSockops}} {
 		if h.links[hook.name] != nil && !older {
 			continue
 		}
@@ -298,7 +299,7 @@ func (h *Host) refresh(version string) error {
 			h.opts.Log.Warn("counting hook not attached", "hook", hook.name, "err", err)
 		}
 	}
-	if len(h.links) == 0 {
+	if h.links[sockopsLink] == nil && h.links[stateLink] == nil {
 		return fmt.Errorf("attach counting hooks: neither can be attached: %w", ErrNotSupported)
 	}
 	if !older {
@@ -319,32 +320,40 @@ func (h *Host) refresh(version string) error {
 	return nil
 }
 
-// attachState attaches the tracepoint. A tracing link cannot be updated: the new one is attached and
-// pinned beside the old one and renamed over it. Meanwhile both count, which the state machine bears.
 func (h *Host) attachState(version string) error {
-	prog, err := h.loadCensusProgram(censusProgCensusState)
+	return h.attachTracing(version, stateLink, censusProgCensusState)
+}
+
+func (h *Host) attachDestroy(version string) error {
+	return h.attachTracing(version, destroyLink, censusProgCensusDestroy)
+}
+
+// attachTracing attaches a tracepoint. A tracing link cannot be updated: the new one is attached and
+// pinned beside the old one and renamed over it. Meanwhile both count, which the state machine bears.
+func (h *Host) attachTracing(version, name, program string) error {
+	prog, err := h.loadCensusProgram(program)
 	if err != nil {
 		return err
 	}
 	defer prog.Close()
 	l, err := link.AttachTracing(link.TracingOptions{Program: prog, AttachType: ebpf.AttachTraceRawTp})
 	if err != nil {
-		return fmt.Errorf("attach %s: %w", stateLink, err)
+		return fmt.Errorf("attach %s: %w", name, err)
 	}
-	beside := linkPin(version, stateLink+"-new")
+	beside := linkPin(version, name+"-new")
 	if err := os.Remove(beside); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return errors.Join(err, l.Close())
 	}
 	if err := l.Pin(beside); err != nil {
-		return errors.Join(fmt.Errorf("pin %s: %w", stateLink, err), l.Close())
+		return errors.Join(fmt.Errorf("pin %s: %w", name, err), l.Close())
 	}
-	if err := os.Rename(beside, linkPin(version, stateLink)); err != nil {
-		return errors.Join(fmt.Errorf("pin %s: %w", stateLink, err), l.Close())
+	if err := os.Rename(beside, linkPin(version, name)); err != nil {
+		return errors.Join(fmt.Errorf("pin %s: %w", name, err), l.Close())
 	}
-	if old := h.links[stateLink]; old != nil {
+	if old := h.links[name]; old != nil {
 		old.Close()
 	}
-	h.links[stateLink] = l
+	h.links[name] = l
 	return nil
 }
 

@@ -84,8 +84,8 @@ func TestG9_ConcurrentInstallsShareOneInstallation(t *testing.T) {
 	if err != nil || len(names) != 1 || names[0] != layoutName {
 		t.Errorf("got versions %v, %v, want one %s", names, err, layoutName)
 	}
-	if ids := programs(t, o); len(ids) != 2 {
-		t.Errorf("got %d attached programs, want the 2 hooks", len(ids))
+	if ids := programs(t, o); len(ids) != 3 {
+		t.Errorf("got %d attached programs, want the 3 hooks", len(ids))
 	}
 	h, err := Open(o)
 	if err != nil {
@@ -234,8 +234,8 @@ func TestUpgradeReplacesProgramsInPlace(t *testing.T) {
 	h := installed(t, o)
 	attach(t, h, ns)
 	before := programs(t, o)
-	if len(before) != 3 {
-		t.Fatalf("got programs %v, want 3", before)
+	if len(before) != 4 {
+		t.Fatalf("got programs %v, want 4", before)
 	}
 	again := func() map[ebpf.ProgramID]bool {
 		t.Helper()
@@ -265,8 +265,8 @@ func TestUpgradeReplacesProgramsInPlace(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := again()
-	if len(got) != 3 {
-		t.Fatalf("got programs %v, want 3", got)
+	if len(got) != 4 {
+		t.Fatalf("got programs %v, want 4", got)
 	}
 	for id := range got {
 		if before[id] {
@@ -328,16 +328,20 @@ func TestG4_ForeignProgramsAreNamed(t *testing.T) {
 	}
 }
 
-// clobber attaches a sock_ops program after ours that clears all callback flags of the sockets on a local port.
+// clobber attaches a sock_ops program after ours, which asks for round-trip times of the sockets on a local port as
+// other tools do: by overwriting all callback flags when a connection is established.
 func clobber(t *testing.T, port int32) {
 	t.Helper()
-	const localPort = 68 // offset in struct bpf_sock_ops
+	// Offsets in struct bpf_sock_ops, an operation and a flag of include/uapi/linux/bpf.h.
+	const op, localPort, passiveEstablished, rttFlag = 0, 68, 5, 8
 	prog, err := ebpf.NewProgram(&ebpf.ProgramSpec{
 		Name: "ebbt_clobber", Type: ebpf.SockOps, AttachType: ebpf.AttachCGroupSockOps, License: "GPL",
 		Instructions: asm.Instructions{
 			asm.LoadMem(asm.R2, asm.R1, localPort, asm.Word),
 			asm.JNE.Imm(asm.R2, port, "out"),
-			asm.Mov.Imm(asm.R2, 0),
+			asm.LoadMem(asm.R2, asm.R1, op, asm.Word),
+			asm.JNE.Imm(asm.R2, passiveEstablished, "out"),
+			asm.Mov.Imm(asm.R2, rttFlag),
 			asm.FnSockOpsCbFlagsSet.Call(),
 			asm.Mov.Imm(asm.R0, 1).WithSymbol("out"),
 			asm.Return(),
