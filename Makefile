@@ -19,7 +19,7 @@ ldflags := -X main.version=$(version) -X main.commit=$(commit)
 testflags := -race -timeout 30m $(if $(root),-p 1)
 FUZZTIME ?= 30s
 KERNELS ?= 5.10 6.1
-scripts = .ci/run $(wildcard tools/*.sh) $(shell git ls-files '*.sh')
+scripts = .ci/run $(wildcard tools/*.sh) $(shell git ls-files '*.sh' 2>/dev/null)
 
 .PHONY: help build demo test full kernels generate check-generate lint fuzz ci
 
@@ -29,6 +29,8 @@ help: ## list the targets
 build: ## make bin/ebb; needs Go alone
 	@command -v $(GO) >/dev/null || { echo 'make: Go is missing: install Go 1.26 or later'; exit 1; }
 	$(GO) build -trimpath -buildvcs=false -ldflags '$(ldflags)' -o bin/ebb ./cmd/ebb
+	@# What sudo built must not be in the way of the next build without it.
+	@[[ -z $${SUDO_UID:-} ]] || chown -R "$$SUDO_UID:$$SUDO_GID" bin
 
 demo: build ## show the main job on this machine (root)
 	@$(setup) mounts
