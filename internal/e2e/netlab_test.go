@@ -438,3 +438,32 @@ func startOf(pid int) string {
 	}
 	return f[19]
 }
+
+// netstat reads a counter of a namespace's TcpExt lines of /proc/net/netstat (proc(5)).
+func netstat(t *testing.T, ns *netnstest.NS, name string) (n int64) {
+	t.Helper()
+	ns.Do(t, func() {
+		b, err := os.ReadFile("/proc/thread-self/net/netstat")
+		if err != nil {
+			t.Fatal(err)
+		}
+		var names []string
+		for line := range strings.Lines(string(b)) {
+			f := strings.Fields(line)
+			switch {
+			case len(f) == 0 || f[0] != "TcpExt:":
+			case names == nil:
+				names = f
+			default:
+				for i, v := range f[:min(len(f), len(names))] {
+					if names[i] == name {
+						n, _ = strconv.ParseInt(v, 10, 64) // the kernel writes numbers
+						return
+					}
+				}
+			}
+		}
+		t.Fatalf("no counter %s", name)
+	})
+	return n
+}
