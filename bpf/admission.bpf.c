@@ -149,7 +149,9 @@ int admission(struct bpf_sk_lookup *ctx)
 	l = bpf_map_lookup_elem(&listeners, &id);
 	if (!l)
 		return SK_PASS;
-	if (l->live > 0 || ((b->flags & BACKEND_ASIDE) && l->aside > 0))
+	if (l->live > 0 || ((b->flags & BACKEND_ASIDE) && l->aside > 0)) {
+		__sync_fetch_and_add(&l->refused, 1);
 		return SK_DROP; /* for TCP an immediate RST, before any byte reached the backend */
+	}
 	return SK_PASS; /* its last listener is closed: whoever listens now is somebody else */
 }

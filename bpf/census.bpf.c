@@ -101,12 +101,22 @@ static __always_inline void listening(struct sock *sk, void *storage, __u64 cook
 	tag_listener(sk, storage, cookie, &a, w->backend, w->gen, flags, how, atomic);
 }
 
+/* Whether the tracepoint is attached beside sock_ops. */
+volatile const bool traced = false;
+
 static __always_inline void changed(struct tag *t, int old, int new, __u8 how, const bool atomic)
 {
 	/* A new child is a copy of its listener, hence goes from LISTEN to SYN_RECV. */
-	if (old == TCP_LISTEN && new == TCP_CLOSE)
+	if (old == TCP_LISTEN && new == TCP_CLOSE) {
+		/*
+		 * sock_ops is told before the listener leaves the hash, the tracepoint after. A
+		 * refusal that ended in between would admit a connection for the dying listener to
+		 * reset.
+		 */
+		if (how == BY_SOCKOPS && traced)
+			return;
 		listener_closed(t, atomic);
-	else if (old != TCP_LISTEN && new != TCP_LISTEN)
+	} else if (old != TCP_LISTEN && new != TCP_LISTEN)
 		step(t, tag_state(new), how, atomic);
 }
 

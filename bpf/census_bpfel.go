@@ -34,9 +34,10 @@ type censusAdmission struct {
 }
 
 type censusAlive struct {
-	_     structs.HostLayout
-	Live  int32
-	Aside int32
+	_       structs.HostLayout
+	Live    int32
+	Aside   int32
+	Refused uint64
 }
 
 type censusBackend struct {
@@ -140,6 +141,7 @@ const (
 	censusProgCensusState        = "census_state"
 	censusVarEventLayout         = "event_layout"
 	censusVarNetnsByInode        = "netns_by_inode"
+	censusVarTraced              = "traced"
 )
 
 // loadCensus returns the embedded CollectionSpec for census.
@@ -214,6 +216,7 @@ type censusMapSpecs struct {
 type censusVariableSpecs struct {
 	EventLayout  *ebpf.VariableSpec `ebpf:"event_layout"`
 	NetnsByInode *ebpf.VariableSpec `ebpf:"netns_by_inode"`
+	Traced       *ebpf.VariableSpec `ebpf:"traced"`
 }
 
 // censusObjects contains all objects after they have been loaded into the kernel.
@@ -273,6 +276,7 @@ func (m *censusMaps) Close() error {
 type censusVariables struct {
 	EventLayout  *ebpf.Variable `ebpf:"event_layout"`
 	NetnsByInode *ebpf.Variable `ebpf:"netns_by_inode"`
+	Traced       *ebpf.Variable `ebpf:"traced"`
 }
 
 // censusPrograms contains all programs after they have been loaded into the kernel.

@@ -84,11 +84,13 @@ func (h *Host) Forget(cookie uint64) error {
 	return nil
 }
 
-// Alive is how many of a backend's listeners the kernel believes to be open. A refusal ends when none
-// is.
+// Alive is how many of a backend's listeners the kernel believes to be open, and how many connections it
+// turned away for them. A refusal ends when none is open.
 type Alive struct {
 	Live  int // those that count
 	Aside int // those that were put aside
+
+	Refused uint64 // connections turned away so far
 }
 
 // Listeners reads how many listeners of a backend are open.
@@ -98,7 +100,7 @@ func (h *Host) Listeners(backend uint64) (Alive, error) {
 	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 		return Alive{}, fmt.Errorf("read listeners of backend %d: %w", backend, err)
 	}
-	return Alive{Live: int(a.Live), Aside: int(a.Aside)}, nil
+	return Alive{Live: int(a.Live), Aside: int(a.Aside), Refused: a.Refused}, nil
 }
 
 // DrainMark tells the kernel that a backend drains, so that it sends zero events, and tells a

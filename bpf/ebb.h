@@ -372,6 +372,7 @@ struct backend {
 struct alive {
 	__s32 live;
 	__s32 aside;
+	__u64 refused; /* connections turned away so far */
 };
 
 enum tag_state {

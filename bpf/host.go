@@ -412,6 +412,9 @@ func (h *Host) loadCensusProgram(name string) (*ebpf.Program, error) {
 	if err := spec.Variables[censusVarNetnsByInode].Set(netnsByInode()); err != nil {
 		return nil, fmt.Errorf("set kind of namespace id: %w", err)
 	}
+	if err := spec.Variables[censusVarTraced].Set(h.links[stateLink] != nil); err != nil {
+		return nil, fmt.Errorf("set which hooks are attached: %w", err)
+	}
 	for other := range spec.Programs {
 		if other != name {
 			delete(spec.Programs, other)

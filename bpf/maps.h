@@ -28,8 +28,9 @@ struct {
 } backends SEC(".maps");
 
 /*
- * backend id → how many of its listeners are open. Written by the kernel at LISTEN and CLOSE.
- * Full: a refusal of that backend does nothing, since no listener is known to be alive.
+ * backend id → how many of its listeners are open. Written by the kernel at LISTEN and CLOSE, and
+ * at each connection that it turns away. Full: a refusal of that backend does nothing, since no
+ * listener is known to be alive.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);

@@ -550,7 +550,10 @@ func (k *kernelDatapath) mark(begun, deadline time.Duration) error {
 	return k.host.SetDrain(k.id, bpf.DrainMark{Gen: k.gen, Begun: begun, Deadline: deadline, Draining: true})
 }
 
-func (k *kernelDatapath) refused() (int64, bool) { return 0, false }
+func (k *kernelDatapath) refused() (int64, bool) {
+	a, err := k.host.Listeners(k.id)
+	return int64(a.Refused), err == nil
+}
 
 func (k *kernelDatapath) unmark() error { return k.host.ClearDrain(k.id) }
 
