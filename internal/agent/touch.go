@@ -234,17 +234,17 @@ func (b *backend) askToEnd(ctx context.Context, vs []probes.Verdict, q drain.Cut
 	patience := q.Within * 2 / 3 // the rest is for destroying and for the application's own end
 	spread := min(q.Spread, patience)
 	type shut struct {
-		at time.Duration
-		h  *probes.Held
+		at  time.Duration
+		ino uint64
 	}
 	var plan []shut
 	b.lookMu.Lock()
-	for _, h := range b.held {
+	for ino := range b.held {
 		at := time.Duration(0)
 		if spread > 0 {
 			at = rand.N(spread)
 		}
-		plan = append(plan, shut{at, h})
+		plan = append(plan, shut{at, ino})
 	}
 	b.lookMu.Unlock()
 	slices.SortFunc(plan, func(a, b shut) int { return int(a.at - b.at) })
@@ -253,9 +253,14 @@ func (b *backend) askToEnd(ctx context.Context, vs []probes.Verdict, q drain.Cut
 		if d := s.at - time.Since(began); d > 0 && !wait(ctx, d) {
 			return
 		}
-		if err := s.h.ShutRead(); err != nil {
-			b.log.Debug("shut receiving side", "err", err)
+		// Under the lock, and only while it is here: the flush that still runs finishes what CMD has closed.
+		b.lookMu.Lock()
+		if h := b.held[s.ino]; h != nil {
+			if err := h.ShutRead(); err != nil {
+				b.log.Debug("shut receiving side", "err", err)
+			}
 		}
+		b.lookMu.Unlock()
 	}
 	var finishing sync.WaitGroup
 	defer finishing.Wait()
