@@ -10,99 +10,67 @@ import (
 	"github.com/ebbproxy/ebb/drain"
 )
 
-// auditPause is the time between the two walks that must agree before a mismatch is believed. Softirq work that is under
-// way at the first has long ended at the second.
-const auditPause = 200 * time.Millisecond
+const (
+	// auditEvery is how often a running drain compares its census with the sockets.
+	auditEvery = 30 * time.Second
+	// auditPause is the time between two walks. Softirq work that is under way at the first has long ended at the
+	// second.
+	auditPause = 200 * time.Millisecond
+	// auditLooks bounds the walks of one audit: under load counts move while one looks, and then nothing can be said.
+	auditLooks = 6
+)
 
-// auditEvery is how often a running drain compares.
-const auditEvery = 30 * time.Second
+// drift is by how much the census of a listener differs from a walk of its sockets, and the totals at that moment: equal
+// totals mean that nothing was accepted and nothing has closed between two looks.
+type drift struct {
+	cookie                uint64
+	open, ending, closing int64 // what is to be added to the census
+	total, closed         uint64
+}
 
-// audit compares the census with a walk of the sockets that carry our tags. Counts move while one looks, so a
-// mismatch counts only when two in a row are equal and nothing was accepted or closed in between. It reports whether
-// the two agree and, if they do not, by how much the census is off.
-func (b *backend) audit(ctx context.Context) (equal bool, off int64, err error) {
-	type seen struct {
-		off   int64
-		total uint64
-	}
-	look := func() (s seen, ok bool, err error) {
-		before, err := b.raw(ctx)
-		if err != nil {
-			return s, false, err
+func (d drift) connections() int {
+	return int(max(d.open, -d.open) + max(d.ending, -d.ending) + max(d.closing, -d.closing))
+}
+
+// audit compares the census with the sockets that carry our tags. A difference that two walks in a row see, with
+// unchanged totals, is corrected in the kernel and told. agreed means that the two were seen to be equal, or were made so.
+func (b *backend) audit(ctx context.Context) (agreed bool, err error) {
+	corrected := 0
+	last := map[uint64]drift{}
+	for i := range auditLooks {
+		if i > 0 && !wait(ctx, auditPause) {
+			return false, context.Cause(ctx)
 		}
-		open, ending, closing, ok, err := b.dp.audit(ctx)
+		drifts, still, ok, err := b.dp.compare(ctx)
 		if err != nil || !ok {
-			return s, ok, err
+			return !ok && err == nil, err
 		}
-		after, err := b.raw(ctx)
-		if err != nil {
-			return s, true, err
+		if still && len(drifts) == 0 {
+			agreed = true
+			break
 		}
-		got := open + ending + closing
-		lo, hi := order(before.sum(), after.sum())
-		if got >= lo && got <= hi {
-			return seen{total: after.total}, true, nil
+		now := make(map[uint64]drift, len(drifts))
+		for _, d := range drifts {
+			if last[d.cookie] != d {
+				now[d.cookie] = d
+				continue
+			}
+			done, err := b.dp.correct(d)
+			if err != nil {
+				return false, err
+			}
+			if done {
+				corrected += d.connections()
+			}
 		}
-		return seen{off: after.sum() - got, total: after.total}, true, nil
+		last = now
 	}
-	var last seen
-	for i := range 10 {
-		s, ok, err := look()
-		if err != nil || !ok {
-			return !ok && err == nil, 0, err
-		}
-		if s.off == 0 {
-			b.audited(0)
-			return true, 0, nil
-		}
-		if i > 0 && s == last {
-			b.audited(s.off)
-			return false, s.off, nil
-		}
-		last = s
-		if !wait(ctx, auditPause) {
-			return false, 0, ctx.Err()
-		}
+	b.metrics.CensusAudited(corrected)
+	if corrected > 0 {
+		b.log.Error("the census differed from the sockets and was corrected", "connections", corrected)
+		b.emit(drain.Event{Type: drain.EventWarning, Message: fmt.Sprintf("the census differed from the sockets by %d connections and was corrected", corrected)})
 	}
-	// It never held still: under load the two cannot be compared exactly, and nothing says that they differ.
-	b.audited(0)
-	return true, 0, nil
-}
-
-func order(a, b int64) (int64, int64) { return min(a, b), max(a, b) }
-
-// raw is the census of the whole backend, covered or not, which is what a walk by tags sees.
-type raw struct {
-	n     int64
-	total uint64
-}
-
-func (r raw) sum() int64 { return r.n }
-
-func (b *backend) raw(ctx context.Context) (raw, error) {
-	ls, _, err := b.dp.listeners(ctx)
-	if err != nil {
-		return raw{}, err
-	}
-	var r raw
-	for _, l := range ls {
-		r.n += l.open + l.ending + l.closing
-		r.total += l.total
-	}
-	return r, nil
-}
-
-// audited records the result: a census that is off is unknown from then on.
-func (b *backend) audited(off int64) {
-	b.metrics.CensusAudited(int(off))
-	b.mu.Lock()
-	was := b.drifted
-	b.drifted = off != 0
-	b.mu.Unlock()
-	if off != 0 && !was {
-		b.log.Error("census differs from the socket walk: counts are unknown until they agree", "off", off)
-		b.emit(drain.Event{Type: drain.EventWarning, Message: fmt.Sprintf("the census is %+d against a socket walk: counts are unknown until the two agree", off)})
-	}
+	return agreed, nil
 }
 
 // wait pauses; false means that ctx ended first.

@@ -75,8 +75,11 @@ type datapath interface {
 	refused() (n int64, ok bool)
 	// spaces are the network namespaces that the backend's listeners are in.
 	spaces() []*space
-	// audit counts the backend's sockets by a walk. ok is false where a walk is all there is.
-	audit(ctx context.Context) (open, ending, closing int64, ok bool, err error)
+	// compare counts the backend's sockets by a walk and lists the listeners whose census differs. still is false when
+	// counts moved meanwhile, so that not all could be compared; ok is false where a walk is all there is.
+	compare(ctx context.Context) (drifts []drift, still, ok bool, err error)
+	// correct adds a difference to the census, unless that has moved since.
+	correct(drift) (done bool, err error)
 	// forget drops what is kept of a listener that has closed and has no connection left.
 	forget(cookie uint64)
 	// close releases what this process holds; with remove, also all that the backend has in the kernel.

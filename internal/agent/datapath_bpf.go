@@ -453,28 +453,77 @@ func (k *kernelDatapath) connections(ctx context.Context, sp *space, covered map
 	return own, nil
 }
 
-func (k *kernelDatapath) audit(ctx context.Context) (open, ending, closing int64, ok bool, err error) {
+func (k *kernelDatapath) compare(ctx context.Context) (drifts []drift, still, ok bool, err error) {
+	before, err := k.byCookie()
+	if err != nil {
+		return nil, false, true, err
+	}
+	seen := map[uint64]*drift{}
 	for _, sp := range k.spaces() {
 		socks, err := sp.diag.Dump(ctx, probes.Filter{States: connStates, Tags: true})
 		if err != nil {
-			return 0, 0, 0, false, err
+			return nil, false, true, err
 		}
 		for _, s := range socks {
 			t, err := bpf.DecodeTag(s.Tag)
 			if err != nil || t.Backend != k.id {
 				continue
 			}
+			d := seen[t.Cookie]
+			if d == nil {
+				d = &drift{}
+				seen[t.Cookie] = d
+			}
 			switch int(s.State) {
 			case tcpEstablished, tcpCloseWait:
-				open++
+				d.open++
 			case tcpFinWait2:
-				closing++
+				d.closing++
 			default:
-				ending++
+				d.ending++
 			}
 		}
 	}
-	return open, ending, closing, true, nil
+	after, err := k.byCookie()
+	if err != nil {
+		return nil, false, true, err
+	}
+	still = true
+	for cookie, c := range after {
+		if before[cookie] != c {
+			still = false
+			continue
+		}
+		d := drift{cookie: cookie, open: -c.Open, ending: -c.Ending, closing: -c.Closing, total: c.Total, closed: c.Closed}
+		if w := seen[cookie]; w != nil {
+			d.open, d.ending, d.closing = d.open+w.open, d.ending+w.ending, d.closing+w.closing
+		}
+		if d.connections() > 0 {
+			drifts = append(drifts, d)
+		}
+	}
+	return drifts, still, true, nil
+}
+
+func (k *kernelDatapath) byCookie() (map[uint64]bpf.ListenerCount, error) {
+	cs, err := k.host.Counts(k.id)
+	m := make(map[uint64]bpf.ListenerCount, len(cs))
+	for _, c := range cs {
+		m[c.Cookie] = c
+	}
+	return m, err
+}
+
+func (k *kernelDatapath) correct(d drift) (bool, error) {
+	cs, err := k.byCookie()
+	if err != nil {
+		return false, err
+	}
+	c, ok := cs[d.cookie]
+	if !ok || c.Total != d.total || c.Closed != d.closed {
+		return false, nil
+	}
+	return k.host.Correct(c, d.open, d.ending, d.closing)
 }
 
 func (k *kernelDatapath) refuse(ctx context.Context, covered []listener, aside bool, until time.Duration) error {

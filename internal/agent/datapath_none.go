@@ -78,9 +78,11 @@ func (w *walkDatapath) refuse(context.Context, []listener, bool, time.Duration) 
 	return errUnguarded
 }
 
-func (w *walkDatapath) audit(context.Context) (int64, int64, int64, bool, error) {
-	return 0, 0, 0, false, nil
+func (w *walkDatapath) compare(context.Context) ([]drift, bool, bool, error) {
+	return nil, false, false, nil
 }
+
+func (w *walkDatapath) correct(drift) (bool, error) { return false, nil }
 
 func (w *walkDatapath) watch(_ context.Context, pid int) error {
 	w.mu.Lock()

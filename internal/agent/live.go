@@ -71,7 +71,7 @@ func (r *runner) account(ctx context.Context, e drain.Event) {
 // audits compares the census with a walk while the drain runs: at once, and every 30 s.
 func (r *runner) audits(ctx context.Context) {
 	for r.draining() {
-		if _, _, err := r.b.audit(ctx); err != nil && ctx.Err() == nil {
+		if _, err := r.b.audit(ctx); err != nil && ctx.Err() == nil {
 			r.log.Warn("audit", "err", err)
 		}
 		select {

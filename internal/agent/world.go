@@ -46,8 +46,7 @@ type backend struct {
 	all      []listener
 	goneSum  uint64 // connections accepted by listeners that were forgotten
 	halfOpen map[*space]*probes.HalfOpen
-	mustSee  bool // after a restart the counts are checked against a walk before a zero is believed
-	drifted  bool
+	mustSee  bool   // after a restart the counts are checked against a walk before a zero is believed
 	accepted uint64 // connections ever accepted, at the last census
 	atBegin  uint64 // the same when the drain began
 	refusing bool
@@ -179,7 +178,7 @@ func (b *backend) census(ctx context.Context) (census, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.take(ls)
-	c := census{known: known && !b.drifted && !b.mustSee, total: b.goneSum}
+	c := census{known: known && !b.mustSee, total: b.goneSum}
 	for _, l := range b.covered {
 		c.open += l.open
 		c.ending += l.ending
@@ -371,11 +370,11 @@ func (b *backend) check(ctx context.Context) error {
 	if !due {
 		return nil
 	}
-	equal, _, err := b.audit(ctx)
+	agreed, err := b.audit(ctx)
 	if err != nil {
 		return err
 	}
-	if equal {
+	if agreed {
 		b.mu.Lock()
 		b.mustSee = false
 		b.mu.Unlock()
