@@ -478,6 +478,10 @@ func TestCount(t *testing.T) {
 	} {
 		got := Act{}
 		got.count(c.rs, signal, flip, c.turnAway)
+		if int64(len(got.Losses)) > got.Lost || got.Lost > got.LostBy[loadtest.KeepAliveRace] && len(got.Losses) == 0 {
+			t.Errorf("%s: got losses %v for %d lost", c.name, got.Losses, got.Lost)
+		}
+		got.Losses = nil
 		if c.want.LostBy == nil {
 			c.want.LostBy = map[loadtest.Verdict]int64{}
 		}

@@ -182,6 +182,9 @@ func (s *stage) sumUp(a *Act) {
 			several(a.AtSignal, "request", "requests"), several(a.Repeated, "request was repeated", "requests were repeated"))
 		return
 	}
+	for _, l := range a.Losses {
+		w.note("at %+.3f s: %s, sent to %s %.3f s earlier (%s)", l.At, l.Verdict, l.Target, l.Took, l.Err)
+	}
 	w.note("requests under way at the signal: %s, when the door shut: %s; came late and were served: %s", number(a.AtSignal), number(a.AtFlip), number(a.Late))
 	if d := a.Drain; d != nil {
 		var cut int64

@@ -41,8 +41,9 @@ type Act struct {
 	TurnedAway int64                      `json:"turned_away"` // refused on purpose before any byte was sent
 	Lost       int64                      `json:"lost"`
 	LostBy     map[loadtest.Verdict]int64 `json:"lost_by,omitempty"`
-	Repeated   int64                      `json:"repeated"` // sent again by a client whose idle connection had just been closed
-	Unsent     int64                      `json:"unsent"`   // due but not sent, since too many were waiting
+	Losses     []Loss                     `json:"losses,omitempty"` // the first few
+	Repeated   int64                      `json:"repeated"`         // sent again by a client whose idle connection had just been closed
+	Unsent     int64                      `json:"unsent"`           // due but not sent, since too many were waiting
 
 	AtSignal int64 `json:"in_flight_at_signal"` // requests that blue had not answered when it was told to stop
 	AtFlip   int64 `json:"in_flight_at_flip"`   // the same when new connections were closed off
@@ -63,6 +64,19 @@ type Act struct {
 	Drain    *api.Drain `json:"drain,omitempty"`
 	Checks   []Check    `json:"checks,omitempty"`
 }
+
+// Loss is one request that was lost.
+type Loss struct {
+	At      float64          `json:"at_s"` // when it ended, in seconds after the signal
+	Took    float64          `json:"took_s"`
+	Kind    loadtest.Kind    `json:"kind"`
+	Target  string           `json:"target"`
+	Verdict loadtest.Verdict `json:"verdict"`
+	Err     string           `json:"err,omitempty"`
+}
+
+// maxLosses bounds Act.Losses.
+const maxLosses = 10
 
 // Connections counts attempts to connect by their result.
 type Connections struct {
@@ -140,8 +154,7 @@ func (a *Act) count(rs []loadtest.Result, signal, flip time.Time, turnAway bool)
 		case turnAway && blue && r.Verdict == loadtest.ConnectRefused && r.End.After(signal):
 			a.TurnedAway++
 		default:
-			a.Lost++
-			a.LostBy[r.Verdict]++
+			a.lose(r, signal)
 		}
 		a.Requests++
 	}
@@ -152,6 +165,19 @@ func (a *Act) count(rs []loadtest.Result, signal, flip time.Time, turnAway bool)
 		a.Lost += n
 		a.LostBy[loadtest.KeepAliveRace] = n
 	}
+}
+
+func (a *Act) lose(r loadtest.Result, signal time.Time) {
+	a.Lost++
+	a.LostBy[r.Verdict]++
+	if len(a.Losses) == maxLosses {
+		return
+	}
+	l := Loss{At: r.End.Sub(signal).Seconds(), Took: r.End.Sub(r.Start).Seconds(), Kind: r.Kind, Target: r.Target, Verdict: r.Verdict}
+	if r.Err != nil {
+		l.Err = r.Err.Error()
+	}
+	a.Losses = append(a.Losses, l)
 }
 
 // during tells whether a request was under way at t.
