@@ -10,6 +10,8 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -224,12 +226,9 @@ func (p *process) watchPidfd(ctx context.Context) {
 			p.finish(exit{err: fmt.Errorf("poll pidfd of process %d: %w", p.pid, err)})
 			return
 		}
-		// The status is there once the parent, whoever that is now, has reaped it.
-		code, known := pidfdExit(int(p.pidfd.Fd()))
-		for range 50 {
-			if known || !wait(ctx, 10*time.Millisecond) {
-				break
-			}
+		// A zombie shows its status in /proc; the pidfd tells it once the parent, whoever that is now, has reaped it.
+		code, known := zombieExit(p.pid, p.start)
+		for i := 0; !known && i < 20 && wait(ctx, 5*time.Millisecond); i++ {
 			code, known = pidfdExit(int(p.pidfd.Fd()))
 		}
 		p.finish(exit{code: code, known: known})
@@ -239,6 +238,33 @@ func (p *process) watchPidfd(ctx context.Context) {
 
 // close releases the pidfd. The process is left alone.
 func (p *process) close() error { return p.pidfd.Close() }
+
+// zombieExit reads how a process ended that nobody has reaped: field 52 of /proc/PID/stat (proc(5)), which shows a status
+// as wait does to whoever may trace it.
+func zombieExit(pid int, start uint64) (code int, known bool) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, false
+	}
+	return parseZombie(string(b), start)
+}
+
+// parseZombie reads a line of /proc/PID/stat. The command's name, in parentheses, may hold anything.
+func parseZombie(stat string, start uint64) (code int, known bool) {
+	end := strings.LastIndexByte(stat, ')')
+	if end < 0 {
+		return 0, false
+	}
+	f := strings.Fields(stat[end+1:]) // from field 3 on
+	if len(f) < 50 || f[0] != "Z" || f[19] != strconv.FormatUint(start, 10) {
+		return 0, false
+	}
+	status, err := strconv.ParseUint(f[49], 10, 32)
+	if err != nil {
+		return 0, false
+	}
+	return exitCode(unix.WaitStatus(status)), true
+}
 
 // pidfdExit asks the kernel how the process behind fd ended.
 func pidfdExit(fd int) (code int, known bool) {

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/ebbproxy/ebb/probes"
+)
+
+// The status of a process that is not our child is read while it is a zombie.
+func TestZombieExit(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		argv []string
+		want int
+	}{
+		{[]string{"sh", "-c", "exit 7"}, 7},
+		{[]string{"sh", "-c", "kill -KILL $$"}, 128 + 9},
+		{[]string{"true"}, 0},
+	} {
+		cmd := exec.Command(tc.argv[0], tc.argv[1:]...)
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		var start uint64
+		if tree, err := probes.Tree(cmd.Process.Pid); err == nil && len(tree) > 0 {
+			start = tree[0].Start
+		}
+		// waitid with WNOWAIT waits for the end and leaves the zombie.
+		for {
+			_, _, e := syscall.Syscall6(syscall.SYS_WAITID, 1, uintptr(cmd.Process.Pid), 0, 0x1000004, 0, 0)
+			if e == 0 {
+				break
+			}
+			if e != syscall.EINTR {
+				t.Fatal(e)
+			}
+		}
+		code, known := zombieExit(cmd.Process.Pid, start)
+		if !known || code != tc.want {
+			t.Errorf("%v: got %d, %v; want %d", tc.argv, code, known, tc.want)
+		}
+		if _, known := zombieExit(cmd.Process.Pid, start+1); known {
+			t.Errorf("%v: another process's start time was accepted", tc.argv)
+		}
+		var exit *exec.ExitError
+		if err := cmd.Wait(); err != nil && !errors.As(err, &exit) {
+			t.Fatal(err)
+		}
+	}
+}
+
+func FuzzParseZombie(f *testing.F) {
+	if b, err := os.ReadFile("/proc/self/stat"); err == nil {
+		f.Add(string(b))
+		f.Add(strings.Replace(string(b), ") R", ") Z", 1))
+	}
+	f.Add("1 (a) b) Z")
+	f.Fuzz(func(t *testing.T, s string) {
+		if code, known := parseZombie(s, 0); !known && code != 0 {
+			t.Errorf("got code %d of an unknown status", code)
+		}
+	})
+}
