@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/netip"
 	"os"
@@ -200,7 +201,7 @@ func (p *process) kill9() {
 // options are those of an installation in a BPF file system of the test's own.
 func options(t *testing.T) Options {
 	t.Helper()
-	return Options{Dir: filepath.Join(netnstest.BPFFS(t), "ebb")}
+	return Options{Dir: filepath.Join(netnstest.BPFFS(t), "ebb"), Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
 }
 
 // installed makes an installation that goes with the test.

@@ -141,8 +141,9 @@ int files(struct bpf_iter__task_file *ctx)
 	tp = (struct tcp_sock *)sk;
 	r.now = bpf_jiffies64();
 	/*
-	 * Nothing holds the socket still. The counters come first: data that arrives between them and the
-	 * clocks makes them older than the truth, so whoever compares them later sees that something came.
+	 * Nothing holds the socket still. The counters come first: data that arrives between them
+	 * and the clocks makes them older than the truth, so whoever compares them later sees that
+	 * something came.
 	 */
 	r.data_segs_in = BPF_CORE_READ(tp, data_segs_in);
 	r.bytes_received = BPF_CORE_READ(tp, bytes_received);
