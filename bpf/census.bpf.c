@@ -129,7 +129,9 @@ static __always_inline int sockops(struct bpf_sock_ops *ctx, const bool atomic)
 	struct tag *t;
 	__u64 cookie;
 
-	if (!sk)
+	/* Questions about the parameters of a connection to come: there is nothing to count or to
+	 * heal. */
+	if (!sk || op < SOCK_OPS_PASSIVE_ESTABLISHED || op == SOCK_OPS_NEEDS_ECN)
 		return 1;
 	if (op == SOCK_OPS_LISTEN) {
 		full = (void *)bpf_skc_to_tcp_sock(sk);

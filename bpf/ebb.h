@@ -71,6 +71,7 @@ enum tcp_state {
 
 /* include/uapi/linux/bpf.h */
 #define SOCK_OPS_PASSIVE_ESTABLISHED 5
+#define SOCK_OPS_NEEDS_ECN	     6
 #define SOCK_OPS_STATE		     10
 #define SOCK_OPS_LISTEN		     11
 #define SOCK_OPS_STATE_FLAG	     (1U << 2)
