@@ -37,7 +37,8 @@ const appCommand = "e2e-app"
 //
 // and sends every byte of a connection back. Options: listen=ADDR opens a listener (mptcp=ADDR one of MPTCP),
 // usr2=ADDR opens one at SIGUSR2, exit=NAME ends with status 0 at that signal (default TERM; exit=none never), code=N
-// is that status, read=stdin reads standard input, udp=ADDR and unix=PATH open what Ebb does not cover.
+// is that status, read=stdin reads standard input, udp=ADDR and unix=PATH open what Ebb does not cover, deaf lets the
+// connections of listeners after it wait unread, name=N puts "N: " before each line.
 func app(t *testing.T, options ...string) []string {
 	t.Helper()
 	exe, err := os.Executable()
@@ -58,12 +59,14 @@ func act(options []string) int {
 	sigs := make(chan os.Signal, 64)
 	signal.Notify(sigs)
 	var mu sync.Mutex
+	prefix, deaf := "", false
 	say := func(format string, args ...any) {
 		mu.Lock()
 		defer mu.Unlock()
-		fmt.Printf(format+"\n", args...)
+		fmt.Printf(prefix+format+"\n", args...)
 	}
 	listen := func(addr string, mptcp bool) {
+		deaf := deaf
 		var lc net.ListenConfig
 		lc.SetMultipathTCP(mptcp)
 		l, err := lc.Listen(context.Background(), "tcp", addr)
@@ -79,6 +82,9 @@ func act(options []string) int {
 					return
 				}
 				go func() {
+					if deaf {
+						select {}
+					}
 					_, _ = io.Copy(c, c) // ends with the client, however that ends
 					say("eof %s", c.RemoteAddr())
 					c.Close()
@@ -95,6 +101,10 @@ func act(options []string) int {
 			listen(value, false)
 		case "mptcp":
 			listen(value, true)
+		case "name":
+			prefix = value + ": "
+		case "deaf":
+			deaf = true
 		case "usr2":
 			usr2 = value
 		case "exit":
