@@ -250,12 +250,12 @@ func (r *runner) Drain(ctx context.Context, name string, q api.DrainRequest) (ap
 	}
 	var deadline time.Time
 	if q.Grace != nil {
-		deadline = time.Now().Add(time.Duration(*q.Grace))
-		// A longer budget lengthens the wait. One that the configured flush and reserve do not fit into is like a kill
-		// time that is nearer than grace: the slices are scaled to it.
-		if longer := p; time.Duration(*q.Grace) > r.eff.Policy.Grace {
-			longer.Grace = time.Duration(*q.Grace)
-			p = longer
+		// A longer budget lengthens the wait. One that the configured flush and reserve may not fit into is like a kill
+		// time that is nearer than grace: the slices are scaled to it. Not both, or the moment in between would scale.
+		if grace := time.Duration(*q.Grace); grace >= r.eff.Policy.Grace {
+			p.Grace = grace
+		} else {
+			deadline = time.Now().Add(grace)
 		}
 	}
 	eff, err := drain.Validate(p)

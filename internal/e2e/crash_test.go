@@ -412,3 +412,20 @@ func TestC17_ReloadsWithConnectionsLeftBehind(t *testing.T) {
 	}
 	r.drainedAtZero()
 }
+
+// An operator's longer budget is had in full, and nothing is said of a kill time.
+func TestT13_OperatorsLongerGraceIsNotScaled(t *testing.T) {
+	h := newHost(t)
+	const addr = "127.0.0.1:8080"
+	r := h.run("t13", tightBudget, goServer(t, addr)...)
+	hold := holdOpen(t, h.ns, addr)
+	d := r.must("drain", map[string]string{"grace": "90s"})
+	if got := time.Duration(d.Slices.Wait); got != 86*time.Second || time.Duration(d.Slices.Flush) != 2*time.Second || time.Duration(d.Slices.Reserve) != 2*time.Second {
+		t.Errorf("got slices %+v, want 86s, 2s and 2s", d.Slices)
+	}
+	if budget, _ := r.phase(drain.PhaseBegin).Fields["budget"].(string); strings.Contains(budget, "scaled") {
+		t.Errorf("the budget speaks of a kill time: %s", budget)
+	}
+	hold.Close()
+	r.drainedAtZero()
+}
