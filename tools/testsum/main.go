@@ -53,6 +53,7 @@ func run(in io.Reader, out io.Writer, logs bool) (string, int) {
 	var passed, failed, skipped int
 	output := make(map[key][]string)
 	running := make(map[key]bool)
+	broken := make(map[string]bool) // packages of which a test has failed
 	var skips []string
 	lines := bufio.NewReader(in)
 	for {
@@ -75,7 +76,7 @@ func run(in io.Reader, out io.Writer, logs bool) (string, int) {
 			case "pass", "fail", "skip":
 				delete(running, k)
 				if e.Test == "" {
-					failed += packageEnded(out, e, output, running)
+					failed += packageEnded(out, e, output, running, broken[e.Package])
 					break
 				}
 				switch e.Action {
@@ -86,6 +87,7 @@ func run(in io.Reader, out io.Writer, logs bool) (string, int) {
 					}
 				case "fail":
 					failed++
+					broken[e.Package] = true
 					fmt.Fprintf(out, "%s", strings.Join(output[k], ""))
 				case "skip":
 					skipped++
@@ -126,7 +128,7 @@ func logged(e event, output []string) string {
 
 // packageEnded prints the package's line and returns how many failures it adds: tests that never ended,
 // and a failure outside of any test.
-func packageEnded(out io.Writer, e event, output map[key][]string, running map[key]bool) int {
+func packageEnded(out io.Writer, e event, output map[key][]string, running map[key]bool, failedTest bool) int {
 	whole := key{e.Package, ""}
 	defer delete(output, whole)
 	if e.Action == "skip" {
@@ -136,20 +138,20 @@ func packageEnded(out io.Writer, e event, output map[key][]string, running map[k
 		fmt.Fprintf(out, "ok  \t%s\t%.3fs\n", e.Package, e.Elapsed)
 		return 0
 	}
-	broken := 0
+	extra := 0
 	for k := range running {
 		if k.pkg == e.Package {
 			fmt.Fprintf(out, "%s--- FAIL: %s (did not end)\n", strings.Join(output[k], ""), k.test)
 			delete(running, k)
-			broken++
+			extra++
 		}
 	}
 	// The package's own output tells of a panic, a data race outside of a test or a failed TestMain.
 	fmt.Fprintf(out, "%sFAIL\t%s\t%.3fs\n", strings.Join(output[whole], ""), e.Package, e.Elapsed)
-	if e.FailedBuild != "" {
-		broken++
+	if extra == 0 && !failedTest {
+		extra = 1
 	}
-	return max(broken, 1)
+	return extra
 }
 
 // reason is what a test said when it skipped.

@@ -33,7 +33,7 @@ func TestRun(t *testing.T) {
 {"Action":"fail","Package":"p","Test":"TestA"}
 {"Action":"fail","Package":"p","Elapsed":1}
 `,
-			code: 1, want: []string{"got 1, want 2\n", "FAIL\tp\t1.000s\n", "0 passed, 2 failed, 0 skipped\n"},
+			code: 1, want: []string{"got 1, want 2\n", "FAIL\tp\t1.000s\n", "0 passed, 1 failed, 0 skipped\n"},
 		},
 		{
 			name: "panic",
