@@ -6,6 +6,7 @@ import (
 	"context"
 	"net"
 	"net/netip"
+	"os"
 	"testing"
 	"time"
 
@@ -150,4 +151,33 @@ func BenchmarkCensus(b *testing.B) {
 		b.ReportMetric(float64(d.Nanoseconds())/float64(b.N), name+"-ns/conn")
 	}
 	b.ReportMetric(float64(total.Nanoseconds())/float64(b.N), "bpf-ns/conn")
+}
+
+// BenchmarkFiles is one look at a process with a thousand connections.
+func BenchmarkFiles(b *testing.B) {
+	netnstest.RequireRoot(b)
+	o := Options{Dir: netnstest.BPFFS(b) + "/ebb"}
+	h, err := Install(o)
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer func() {
+		h.Close()
+		Cleanup(o)
+	}()
+	ns := netnstest.New(b)
+	ln := ns.Listen(b, "tcp", "127.0.0.1:5110")
+	go answer(ln)
+	for range 500 { // both ends are in this process
+		c, err := ns.DialContext(context.Background(), "tcp", ln.Addr().String())
+		if err != nil {
+			b.Fatal(err)
+		}
+		defer c.Close()
+	}
+	for b.Loop() {
+		if files, err := h.Files(os.Getpid()); err != nil || len(files) < 1000 {
+			b.Fatalf("got %d files, %v", len(files), err)
+		}
+	}
 }

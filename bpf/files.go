@@ -121,16 +121,9 @@ func (h *Host) Files(pid int) ([]File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read files of %d: %w", pid, err)
 	}
-	tgid, _, err := TaskID(pid)
-	if err != nil {
-		return nil, fmt.Errorf("read files of %d: %w", pid, err)
-	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if err := r.objs.Walk.Put(uint32(0), &filesWalkOrder{Tgid: tgid, Tags: r.tagsID}); err != nil {
-		return nil, fmt.Errorf("read files of %d: %w", pid, err)
-	}
-	raw, err := walk(r.objs.Files, pid)
+	raw, err := r.walk(r.objs.Files, pid, filesWalkOrder{Tags: r.tagsID})
 	if err != nil {
 		return nil, fmt.Errorf("read files of %d: %w", pid, err)
 	}
@@ -267,18 +260,7 @@ func (r *fileReaders) adopt(pids []int, order filesWalkOrder) (filesWalkResult, 
 		return done, err
 	}
 	for _, pid := range pids {
-		tgid, _, err := TaskID(pid)
-		if errors.Is(err, unix.ESRCH) {
-			continue
-		}
-		if err != nil {
-			return done, err
-		}
-		order.Tgid = tgid
-		if err := r.objs.Walk.Put(uint32(0), &order); err != nil {
-			return done, err
-		}
-		if _, err := walk(r.objs.Adopt, pid); err != nil && !errors.Is(err, unix.ESRCH) {
+		if _, err := r.walk(r.objs.Adopt, pid, order); err != nil && !errors.Is(err, unix.ESRCH) {
 			return done, fmt.Errorf("walk files of %d: %w", pid, err)
 		}
 	}
@@ -312,7 +294,7 @@ func (h *Host) Correct(seen ListenerCount, open, ending, closing int64) (done bo
 	if err := r.objs.Correction.Put(uint32(0), &order); err != nil {
 		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, err)
 	}
-	if _, err := walk(r.objs.Correct, os.Getpid()); err != nil {
+	if _, err := walkTasks(r.objs.Correct, os.Getpid()); err != nil {
 		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, err)
 	}
 	if err := r.objs.Correction.Lookup(uint32(0), &order); err != nil {
@@ -321,17 +303,50 @@ func (h *Host) Correct(seen ListenerCount, open, ending, closing int64) (done bo
 	return order.Cookie == 0, nil
 }
 
-// walk runs an iterator over one process and returns what it wrote. Before Linux 6.1 it runs over all
-// processes of the caller's pid namespace, and the program picks the one.
-func walk(prog *ebpf.Program, pid int) ([]byte, error) {
+// walk runs an iterator over the files of one process. Before Linux 6.1 it runs over those of all processes of
+// the caller's pid namespace, and the program picks the one by its global id.
+func (r *fileReaders) walk(prog *ebpf.Program, pid int, order filesWalkOrder) ([]byte, error) {
+	if pid <= 0 {
+		return nil, unix.ESRCH
+	}
+	// The iterator shows nothing for a process that is not there.
+	if err := unix.Kill(pid, 0); errors.Is(err, unix.ESRCH) {
+		return nil, err
+	}
 	linkFD, err := attachIter(prog, pid)
-	if errors.Is(err, unix.E2BIG) || errors.Is(err, unix.EINVAL) {
+	if unlimited(err) {
+		if order.Tgid, _, err = TaskID(pid); err != nil {
+			return nil, err
+		}
 		linkFD, err = attachIter(prog, 0)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("attach iterator: %w", err)
 	}
 	defer unix.Close(linkFD)
+	if err := r.objs.Walk.Put(uint32(0), &order); err != nil {
+		return nil, fmt.Errorf("order walk: %w", err)
+	}
+	return readIter(linkFD)
+}
+
+// unlimited says whether an iterator was refused because the kernel cannot limit it to a process.
+func unlimited(err error) bool { return errors.Is(err, unix.E2BIG) || errors.Is(err, unix.EINVAL) }
+
+// walkTasks runs an iterator over the threads of one process, or before Linux 6.1 over all tasks.
+func walkTasks(prog *ebpf.Program, pid int) ([]byte, error) {
+	linkFD, err := attachIter(prog, pid)
+	if unlimited(err) {
+		linkFD, err = attachIter(prog, 0)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("attach iterator: %w", err)
+	}
+	defer unix.Close(linkFD)
+	return readIter(linkFD)
+}
+
+func readIter(linkFD int) ([]byte, error) {
 	iter := struct{ link, flags uint32 }{link: uint32(linkFD)}
 	fd, err := bpfCall(bpfIterCreate, unsafe.Pointer(&iter), unsafe.Sizeof(iter))
 	if err != nil {
@@ -407,7 +422,7 @@ func findTask(pid int, is func(*filesTaskRecord) bool) (tgid uint32, start uint6
 	if err != nil {
 		return 0, 0, fmt.Errorf("identify process %d: %w", pid, err)
 	}
-	raw, err := walk(prog, pid)
+	raw, err := walkTasks(prog, pid)
 	if err != nil {
 		return 0, 0, fmt.Errorf("identify process %d: %w", pid, err)
 	}
