@@ -81,6 +81,7 @@ type host struct {
 	bpffs  string // the directory that ebb pins in
 	runDir string
 	env    []string
+	files  []*os.File // handed down to `ebb run` from descriptor 3 on, as a service manager does
 }
 
 func newHost(t *testing.T) *host {
@@ -146,7 +147,7 @@ func (h *host) startWith(prepare func(*exec.Cmd), name string, flags []string, a
 	args := append([]string{"run", "--name", name, "--report", r.report}, flags...)
 	args = append(append(args, "--"), argv...)
 	r.cmd = h.ns.Command(h.t, ebbBin, args...)
-	r.cmd.Cmd.Env = h.env
+	r.cmd.Cmd.Env, r.cmd.Cmd.ExtraFiles = h.env, h.files
 	// Files, not pipes of ours: CMD shares them, and an orphan of it may hold them open long after ebb has gone.
 	stdout, err := os.Create(r.stdout)
 	if err != nil {
