@@ -33,6 +33,11 @@ const (
 	// within_s, report (CutReport).
 	EventCut = "drain.cut"
 
+	// EventLate: what happens to late connections was decided (field why), fell back to something else
+	// (err), was counted anew (with the progress, when it has changed) or is over. Fields: action (an
+	// OnNew), why, err, known, arrived, carried, parked, ended (how many were ended at the deadline).
+	EventLate = "drain.late"
+
 	// EventEnd: the drain is over; Event.Outcome says how. Fields: flush_reason, took_s, retired, late,
 	// survivors (their number), report.
 	EventEnd = "drain.end"

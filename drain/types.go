@@ -240,6 +240,40 @@ type World interface {
 	Emit(Event)
 }
 
+// LateCounts is what has become of the connections that came after a redirection. One with Known false
+// carries no information: its numbers must not be read, and never count as none.
+type LateCounts struct {
+	Arrived uint64 `json:"arrived"` // since the redirection; never falls while it lasts
+	Carried int    `json:"carried"` // being relayed now; what was steered is not carried by us
+	Parked  int    `json:"parked"`  // held now, for a successor
+	Known   bool   `json:"known"`
+}
+
+// none reports whether nothing is known to be carried or parked.
+func (c LateCounts) none() bool { return c.Known && c.Carried+c.Parked == 0 }
+
+// LateWorld is a World that has something better for late connections than to admit or to refuse them.
+// Its methods run beside the machine like those of World; Redirect and CloseAdmission never run at the
+// same time.
+type LateWorld interface {
+	World
+	// ChooseLate decides what happens to late connections. want is the policy's on_new: auto, steer,
+	// relay or hold; got is steer, relay, hold, admit or refuse, and why says in words what decided. It
+	// may test-dial while ctx lasts (1 s), and leaves nothing behind: it is called under ModeObserve as
+	// well. After a restart it is asked again, and answers with what is in force already. An error
+	// means admit.
+	ChooseLate(ctx context.Context, want OnNew) (got OnNew, why string, err error)
+	// Redirect is the flip for steer, relay and hold: when it returns a new connection goes elsewhere.
+	// The rule ends by itself at until. Again with another until, it moves only that. After an error
+	// nothing is redirected. OpenAdmission and CloseAdmission end it for new connections; what is
+	// carried goes on.
+	Redirect(ctx context.Context, how OnNew, until time.Time) error
+	// Late is what has come since, and what is still carried or parked.
+	Late(context.Context) (LateCounts, error)
+	// EndLate ends what is still carried or parked: the deadline has come.
+	EndLate(context.Context) error
+}
+
 // Event is one numbered thing that happened to a backend.
 type Event struct {
 	Seq     uint64         `json:"seq"` // given by the publisher
