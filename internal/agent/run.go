@@ -116,7 +116,7 @@ type runner struct {
 	stopping int  // stop signals received
 	forced   bool // the third one came
 	drains   []api.Drain
-	observed bool // observe mode has passed a stop signal on
+	had      api.Backend // listeners and what is not covered, when the last drain began
 }
 
 type paths struct{ dir, sock, journal, lock string }
