@@ -118,10 +118,11 @@ func tryDestroy(ctx context.Context, d *probes.Diag) error {
 	if len(socks) != 1 {
 		return fmt.Errorf("own connection not found among %d sockets", len(socks))
 	}
-	if n, err := d.Destroy(ctx, socks); err != nil || n != 1 {
-		return errors.Join(err, fmt.Errorf("destroyed %d of 1 connections", n))
+	n, err := d.Destroy(ctx, socks)
+	if err == nil && n != 1 {
+		err = fmt.Errorf("destroyed %d of 1 connections", n)
 	}
-	return nil
+	return err
 }
 
 func checkGetFD() Feature {
@@ -176,8 +177,8 @@ func checkRunDir(dir string) Feature {
 func checkControl(o bpf.Options) (Feature, bool) {
 	on, err := bpf.Control(o)
 	switch {
-	case errors.Is(err, bpf.ErrNotInstalled):
-		return Feature{}, false
+	case errors.Is(err, bpf.ErrNotInstalled), errors.Is(err, fs.ErrPermission):
+		return Feature{}, false // there is none, or privilege is missing, which is said already
 	case err != nil:
 		return Feature{Name: "kill switch", State: bpf.FeatureDegraded, Detail: err.Error(), Hint: "`ebb cleanup` removes what another version has left"}, true
 	case !on:

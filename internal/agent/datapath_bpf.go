@@ -37,6 +37,8 @@ type kernelDatapath struct {
 	root  int
 	sps   []*space
 	taken map[netip.AddrPort]error // addresses whose rule another backend has
+	// unseen says why connections may be open that are in no count yet; "" if none can be.
+	unseen string
 
 	missedBase uint64 // listeners that were missed before we came
 }
@@ -229,6 +231,9 @@ func (k *kernelDatapath) warnings() []string {
 	if broken != "" {
 		why = append(why, broken)
 	}
+	if k.unseen != "" {
+		why = append(why, k.unseen+": counts are unknown")
+	}
 	for _, err := range k.taken {
 		why = append(why, err.Error())
 	}
@@ -241,7 +246,7 @@ func (k *kernelDatapath) spaces() []*space {
 	return append([]*space(nil), k.sps...)
 }
 
-func (k *kernelDatapath) watch(_ context.Context, pid int) error {
+func (k *kernelDatapath) watch(ctx context.Context, pid int) error {
 	k.mu.Lock()
 	k.root = pid
 	k.mu.Unlock()
@@ -252,32 +257,105 @@ func (k *kernelDatapath) watch(_ context.Context, pid int) error {
 	if err := k.host.WatchProcess(tgid, start, k.w); err != nil {
 		return err
 	}
-	return k.adopt(pid)
+	return k.adopt(ctx, pid)
 }
 
 // adopt takes in listeners and connections that were there before the watch: inherited sockets, or all of a CMD that
 // an earlier owner started. It repeats until a pass finds nothing new.
-func (k *kernelDatapath) adopt(pid int) error {
+func (k *kernelDatapath) adopt(ctx context.Context, pid int) error {
+	queues := false
 	for range 8 {
-		tree, err := probes.Tree(pid)
-		if err != nil {
-			return err
-		}
-		ls, conns, err := k.host.Adopt(pidsOf(tree), bpf.AdoptTarget{Backend: k.id, Gen: k.gen, Only: k.w.Only, Exclude: k.w.Exclude})
+		ls, conns, err := k.adoptOnce(pid)
 		if errors.Is(err, bpf.ErrNotSupported) {
 			k.mu.Lock()
 			k.why = append(k.why, "sockets that were open before the watch cannot be adopted on this kernel")
 			k.mu.Unlock()
 			return nil
 		}
+		if errors.Is(err, bpf.ErrAdoptMPTCP) {
+			k.setUnseen("an MPTCP listener was open before the watch, and its connections cannot be counted")
+		}
 		if err != nil {
 			return err
 		}
+		queues = queues || ls > 0
 		if ls+conns == 0 {
-			return nil
+			break
 		}
 	}
+	if queues {
+		k.setUnseen("connections may wait in the accept queue of a listener that was open before the watch")
+		k.wg.Go(func() { k.adoptQueues(ctx, pid) })
+	}
 	return nil
+}
+
+func (k *kernelDatapath) adoptOnce(pid int) (ls, conns int, err error) {
+	tree, err := probes.Tree(pid)
+	if err != nil {
+		return 0, 0, err
+	}
+	return k.host.Adopt(pidsOf(tree), bpf.AdoptTarget{Backend: k.id, Gen: k.gen, Only: k.w.Only, Exclude: k.w.Exclude})
+}
+
+func (k *kernelDatapath) setUnseen(why string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.unseen = why
+}
+
+// adoptPause lies between two looks at the accept queues. It also lets a connection that left its queue at the one get
+// into its process's table before the other.
+const adoptPause = 50 * time.Millisecond
+
+// adoptQueues adopts what waited in the accept queues of adopted listeners: it has no file, and so cannot be seen, until
+// it is accepted. A queue is first in, first out, so once it was seen empty all of them are in a process's table.
+func (k *kernelDatapath) adoptQueues(ctx context.Context, pid int) {
+	emptied := map[uint64]bool{}
+	for wait(ctx, adoptPause) {
+		waiting, err := k.waiting(pid, emptied)
+		if err == nil && waiting > 0 {
+			continue
+		}
+		if err == nil && wait(ctx, adoptPause) {
+			var ls, conns int
+			if ls, conns, err = k.adoptOnce(pid); err == nil && ls+conns == 0 {
+				k.setUnseen("")
+				return
+			}
+		}
+		if err != nil {
+			k.log.Warn("adopt what waits in the accept queues; counts stay unknown", "err", err)
+			return
+		}
+	}
+}
+
+// waiting is how many connections wait in the accept queues that were not seen empty yet.
+func (k *kernelDatapath) waiting(pid int, emptied map[uint64]bool) (n int, err error) {
+	tree, err := probes.Tree(pid)
+	if err != nil {
+		return 0, err
+	}
+	for _, p := range pidsOf(tree) {
+		files, err := k.host.Files(p)
+		if errors.Is(err, unix.ESRCH) {
+			continue // it has exited
+		}
+		if err != nil {
+			return 0, err
+		}
+		for _, f := range files {
+			switch {
+			case f.State != tcpListen || f.Tag.Backend != k.id || emptied[f.Cookie]:
+			case f.AckBacklog == 0:
+				emptied[f.Cookie] = true
+			default:
+				n += int(f.AckBacklog)
+			}
+		}
+	}
+	return n, nil
 }
 
 func (k *kernelDatapath) listeners(context.Context) ([]listener, bool, error) {
@@ -300,6 +378,9 @@ func (k *kernelDatapath) listeners(context.Context) ([]listener, bool, error) {
 	if err != nil {
 		return ls, false, err
 	}
+	k.mu.Lock()
+	known = known && k.unseen == ""
+	k.mu.Unlock()
 	return ls, known && missed == k.missedBase && k.broken() == "", nil
 }
 

@@ -4,6 +4,7 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -46,7 +47,8 @@ type walkDatapath struct {
 	// seen holds the cookies of the connections of the last walk, so that arrivals between walks are counted. One that
 	// came and went between two walks is not seen: the pause of arrivals that a zero needs is a pause of seen ones.
 	seen  map[uint64]bool
-	total map[uint16]uint64 // by local port
+	total map[uint16]uint64   // by local port
+	known map[uint64]listener // until forgotten: a closed listener's connections are still counted
 }
 
 func newWalkDatapath(why ...string) (*walkDatapath, error) {
@@ -54,7 +56,7 @@ func newWalkDatapath(why ...string) (*walkDatapath, error) {
 	if err != nil {
 		return nil, fmt.Errorf("count by sock_diag: %w", err)
 	}
-	return &walkDatapath{sp: &space{fd: -1, diag: d}, why: why, hintc: make(chan hint), seen: map[uint64]bool{}, total: map[uint16]uint64{}}, nil
+	return &walkDatapath{sp: &space{fd: -1, diag: d}, why: why, hintc: make(chan hint), seen: map[uint64]bool{}, total: map[uint16]uint64{}, known: map[uint64]listener{}}, nil
 }
 
 func (w *walkDatapath) name() string         { return "none" }
@@ -62,7 +64,6 @@ func (w *walkDatapath) guarded() bool        { return false }
 func (w *walkDatapath) warnings() []string   { return w.why }
 func (w *walkDatapath) hints() <-chan hint   { return w.hintc }
 func (w *walkDatapath) spaces() []*space     { return []*space{w.sp} }
-func (w *walkDatapath) forget(uint64)        {}
 func (w *walkDatapath) cover(listener) error { return nil }
 func (w *walkDatapath) uncover(listener)     {}
 func (w *walkDatapath) overruled() string    { return "" }
@@ -95,8 +96,18 @@ func (w *walkDatapath) listeners(ctx context.Context) ([]listener, bool, error) 
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	ls, err := treeListeners(w.sp.diag, w.root)
-	if err != nil {
+	if err != nil && !errors.Is(err, probes.ErrGone) {
 		return nil, false, err
+	}
+	live := make(map[uint64]bool, len(ls))
+	for _, l := range ls {
+		live[l.cookie], w.known[l.cookie] = true, l
+	}
+	for cookie, l := range w.known {
+		if !live[cookie] {
+			l.live = false
+			ls = append(ls, l)
+		}
 	}
 	byPort := map[uint16]int{} // port → the first listener that has it
 	covered := make(map[uint64]listener, len(ls))
@@ -133,6 +144,19 @@ func (w *walkDatapath) listeners(ctx context.Context) ([]listener, bool, error) 
 	return ls, true, nil
 }
 
+func (w *walkDatapath) forget(cookie uint64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	port := w.known[cookie].addr.Port()
+	delete(w.known, cookie)
+	for _, l := range w.known {
+		if l.addr.Port() == port {
+			return
+		}
+	}
+	delete(w.total, port)
+}
+
 // connections takes a port's connections for ours unless another process's descriptor says otherwise: one that nobody
 // holds is not accepted yet, or its process has gone.
 func (w *walkDatapath) connections(ctx context.Context, sp *space, covered map[uint64]listener, info bool) ([]probes.Socket, error) {
@@ -145,9 +169,10 @@ func (w *walkDatapath) connections(ctx context.Context, sp *space, covered map[u
 		return nil, err
 	}
 	pids, err := w.pids()
-	if err != nil {
+	if err != nil && !errors.Is(err, probes.ErrGone) {
 		return nil, err
 	}
+	// Of a CMD that has ended the kernel may still be delivering the last bytes: sockets that nobody holds.
 	samples := samplesOf(socks)
 	if err := probes.Locate(pids, samples); err != nil {
 		return socks, nil // whose they are cannot be told: too many is safe, too few is not

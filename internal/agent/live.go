@@ -44,6 +44,12 @@ func (r *runner) account(ctx context.Context, e drain.Event) {
 	switch e.Type {
 	case drain.EventBegin:
 		r.wg.Go(func() { r.audits(ctx) })
+		// The report is written when CMD and its sockets are gone.
+		var had api.Backend
+		r.sockets(&had, true)
+		r.mu.Lock()
+		r.had = had
+		r.mu.Unlock()
 	case drain.EventFlush:
 		if res, ok := e.Fields["result"].(string); ok {
 			reason, _ := e.Fields["reason"].(string)

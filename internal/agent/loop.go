@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/probes"
 )
 
 // loop lives as long as CMD: it answers signals, kernel hints and the end of a drain.
@@ -26,9 +27,22 @@ func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal, proc *process)
 	if err := r.b.refresh(ctx); err != nil {
 		r.log.Warn("look for listeners", "err", err)
 	}
+	// Without the kernel's hints the first listener is looked for; later ones are found by the next look.
+	find := time.NewTicker(findEvery)
+	defer find.Stop()
+	if r.b.dp.guarded() {
+		find.Stop()
+	}
 	over, exited := r.machine.Done(), proc.exited()
 	for {
 		select {
+		case <-find.C:
+			if err := r.b.refresh(ctx); err != nil && !errors.Is(err, probes.ErrGone) {
+				r.log.Warn("look for listeners", "err", err)
+			}
+			if len(r.b.listening()) > 0 {
+				find.Stop()
+			}
 		case s := <-sigs:
 			if sig, ok := s.(syscall.Signal); ok {
 				r.signal(ctx, sig, proc)
@@ -68,6 +82,9 @@ func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal, proc *process)
 		}
 	}
 }
+
+// findEvery is how often a command that does not listen yet is looked at where the kernel does not tell.
+const findEvery = 200 * time.Millisecond
 
 // ended says what was wrong with the way CMD ended; nil if it was asked to, or ended well by itself.
 func (r *runner) ended(proc *process) error {
@@ -240,6 +257,12 @@ func (r *runner) report(ctx context.Context, proc *process, code int) error {
 	b, err := r.Backend(ctx, r.o.Name)
 	if err != nil {
 		return err
+	}
+	if b.Listeners == nil {
+		// CMD has ended and taken its sockets along: what it had is known from the beginning of its drain.
+		r.mu.Lock()
+		b.Listeners, b.NotCovered = r.had.Listeners, r.had.NotCovered
+		r.mu.Unlock()
 	}
 	body, err := json.MarshalIndent(Report{Name: r.o.Name, Service: r.o.Service, Gen: r.gen, Exit: proc.exit.String(), Code: code, Backend: b}, "", "  ")
 	if err != nil {

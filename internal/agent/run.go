@@ -116,7 +116,7 @@ type runner struct {
 	stopping int  // stop signals received
 	forced   bool // the third one came
 	drains   []api.Drain
-	observed bool // observe mode has passed a stop signal on
+	had      api.Backend // listeners and what is not covered, when the last drain began
 }
 
 type paths struct{ dir, sock, journal, lock string }
@@ -325,6 +325,9 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 		verb = "adopted"
 	}
 	r.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("%s %s as process %d; %s", verb, strings.Join(r.o.Argv, " "), proc.pid, r.eff), Fields: map[string]any{"pid": proc.pid, "argv": r.o.Argv}})
+	for _, why := range dp.warnings() {
+		r.degraded(why)
+	}
 	if r.o.Terminal && r.o.Progress != nil {
 		r.wg.Go(func() { r.live(ctx) })
 	}

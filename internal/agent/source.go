@@ -110,6 +110,17 @@ func (r *runner) view(ctx context.Context, closer bool) api.Backend {
 	}
 	v.Counts, v.CountsKnown, v.CountsAt = api.CountsOf(counts), counts.Known, &at
 	v.InFlight = api.InFlightOf(counts, r.eff.Policy.Idle)
+	r.sockets(&v, closer)
+	v.Warnings = append(v.Warnings, r.b.dp.warnings()...)
+	if s.ID != "" {
+		d := r.drainView(s)
+		v.Drain = &d
+	}
+	return v
+}
+
+// sockets fills in the listeners and what is not covered. closer is that of view.
+func (r *runner) sockets(v *api.Backend, closer bool) {
 	r.b.mu.Lock()
 	for _, l := range r.b.all {
 		if !l.live {
@@ -132,17 +143,9 @@ func (r *runner) view(ctx context.Context, closer bool) api.Backend {
 			v.Listeners = append(v.Listeners, l)
 			v.NotCovered = append(v.NotCovered, api.NotCovered{What: l.Protocol + " " + l.Address, Why: l.Why})
 		}
-	}
-	slices.SortFunc(v.Listeners, func(a, b api.Listener) int { return cmp.Compare(a.Address, b.Address) })
-	if closer {
 		v.NotCovered = append(v.NotCovered, r.notCovered()...)
 	}
-	v.Warnings = append(v.Warnings, r.b.dp.warnings()...)
-	if s.ID != "" {
-		d := r.drainView(s)
-		v.Drain = &d
-	}
-	return v
+	slices.SortFunc(v.Listeners, func(a, b api.Listener) int { return cmp.Compare(a.Address, b.Address) })
 }
 
 // unwatched lists the TCP listeners of CMD that the datapath was told to leave alone, which it therefore does not know.

@@ -229,6 +229,21 @@ func (r *supervised) api() *api.Client {
 	return c
 }
 
+// metrics is what the run's /metrics says.
+func (r *supervised) metrics() string {
+	r.h.t.Helper()
+	resp, err := r.client().Get("http://ebb/metrics")
+	if err != nil {
+		r.h.t.Fatalf("ask for metrics: %v", err)
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil {
+		r.h.t.Fatalf("read metrics: %v", err)
+	}
+	return string(b)
+}
+
 // drained is the drain that the report tells of.
 func (r *supervised) drained() api.Drain {
 	r.h.t.Helper()

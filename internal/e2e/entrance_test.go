@@ -5,7 +5,6 @@ package e2e
 import (
 	"encoding/json"
 	"errors"
-	"io"
 	"net/http"
 	"os/exec"
 	"slices"
@@ -168,21 +167,6 @@ func TestR5_AStaleGenerationIsACountedNoOp(t *testing.T) {
 	if n := len(r.all(drain.EventStale)); n != 8 {
 		t.Errorf("got %d events of stale commands, want 8", n)
 	}
-}
-
-// metrics is what the run's /metrics says.
-func (r *supervised) metrics() string {
-	r.h.t.Helper()
-	resp, err := r.client().Get("http://ebb/metrics")
-	if err != nil {
-		r.h.t.Fatalf("ask for metrics: %v", err)
-	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	if err != nil {
-		r.h.t.Fatalf("read metrics: %v", err)
-	}
-	return string(b)
 }
 
 // A drain that is taken back leaves everything as it was; the next one is another drain.

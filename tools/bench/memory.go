@@ -22,7 +22,7 @@ import (
 type memorySample struct {
 	Memory int   `json:"memory_connections"`
 	Ebb    bool  `json:"ebb"`
-	Kernel int64 `json:"kernel_bytes"` // growth of SUnreclaim and percpu memory, everybody's
+	Kernel int64 `json:"kernel_bytes"` // growth of what is in use of the kmalloc caches, everybody's
 	User   int64 `json:"user_bytes"`   // growth of the resident memory of ebb run
 }
 
@@ -70,22 +70,24 @@ func takeMemory(ctx context.Context, o options, withEbb bool) (m memorySample, e
 	return m, errors.Join(held, err, in.Close(), cmd.Wait())
 }
 
-// memory reads what kernel objects take, and what ebb run does.
+// memory reads what kernel objects take, and what ebb run does. Only the general caches are looked at: sockets and files
+// have caches of their own, are the same with Ebb and without, and move with everything that the machine does.
 func memory(srv *server, withEbb bool) (kernel, user int64, err error) {
-	text, err := os.ReadFile("/proc/meminfo")
+	text, err := os.ReadFile("/proc/slabinfo")
 	if err != nil {
-		return 0, 0, fmt.Errorf("read memory: %w", err)
+		return 0, 0, fmt.Errorf("read kernel memory: %w", err)
 	}
 	for line := range strings.Lines(string(text)) {
-		f := strings.Fields(line)
-		if len(f) < 2 || f[0] != "SUnreclaim:" && f[0] != "Percpu:" {
+		f := strings.Fields(line) // name, objects in use, objects, size of one, …; slabinfo(5)
+		if len(f) < 4 || !strings.HasPrefix(f[0], "kmalloc-") {
 			continue
 		}
-		n, err := strconv.ParseInt(f[1], 10, 64)
-		if err != nil {
-			return 0, 0, fmt.Errorf("read memory: %w", err)
+		used, err1 := strconv.ParseInt(f[1], 10, 64)
+		size, err2 := strconv.ParseInt(f[3], 10, 64)
+		if err := errors.Join(err1, err2); err != nil {
+			return 0, 0, fmt.Errorf("read kernel memory: %w", err)
 		}
-		kernel += n << 10
+		kernel += used * size
 	}
 	if !withEbb {
 		return kernel, 0, nil

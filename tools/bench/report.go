@@ -122,8 +122,9 @@ func (r *result) table(rng *rand.Rand) string {
 			}
 			kernel[i] = append(kernel[i], float64(m.Kernel)/float64(m.Memory))
 		}
-		fmt.Fprintf(&b, "\n## Memory\n\n%d idle connections take %.0f bytes of kernel memory each without Ebb, both ends, and %.0f with it: **%.0f bytes more** (bar: ≤ 400, kernel and user). `ebb run` grew by %.0f bytes per connection. Kernel memory is the whole machine's and moves with whatever else runs there (alone: %.0f to %.0f in %d samples).\n",
-			m.Options.Memory, median(kernel[0]), median(kernel[1]), median(kernel[1])-median(kernel[0]), median(user), quantile(kernel[0], 0), quantile(kernel[0], 1), len(kernel[0]))
+		more := median(kernel[1]) - median(kernel[0])
+		fmt.Fprintf(&b, "\n## Memory\n\nEach of %d idle connections takes **%.0f bytes** more of the kernel's general caches with Ebb than without (%.0f and %.0f, medians of %d samples each, alone %.0f to %.0f), and `ebb run` grows by %.0f bytes for it (bar: ≤ 400 together). The caches are the whole machine's and move with whatever else runs there.\n",
+			m.Options.Memory, more, median(kernel[1]), median(kernel[0]), len(kernel[0]), quantile(kernel[0], 0), quantile(kernel[0], 1), median(user))
 	}
 	return b.String()
 }
