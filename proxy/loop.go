@@ -57,7 +57,7 @@ type loop struct {
 	deaf      bool  // the listeners are not listened to
 	deafUntil int64 // when to try again
 	accepts   int   // how many connections to take at once
-	from      rawAddr
+	from, own rawAddr
 
 	dials, shortDials, peeks, turns, idle, halfClosed queue
 
@@ -610,38 +610,6 @@ func (l *loop) dial(c *conn) {
 	}
 }
 
-func (l *loop) begin(c *conn, p *peer) unix.Errno {
-	fd, errno := socket(p.family)
-	if errno != 0 {
-		return errno
-	}
-	c.side[server] = side{fd: fd}
-	if errno := setOn(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY); errno != 0 {
-		return errno
-	}
-	if p.from.n > 0 {
-		// Without it a port would be taken before it is known for which destination (ip(7)).
-		if errno := setOn(fd, unix.IPPROTO_IP, unix.IP_BIND_ADDRESS_NO_PORT); errno != 0 {
-			return errno
-		}
-		if errno := bind(fd, &p.from); errno != 0 {
-			return errno
-		}
-	}
-	if errno := connect(fd, &p.to); errno != 0 && errno != unix.EINPROGRESS {
-		return errno
-	}
-	if errno := l.add(c, server); errno != 0 {
-		return errno
-	}
-	if c.held {
-		l.shortDials.push(c, l.now+int64(l.r.o.Park.DialTimeout))
-	} else {
-		l.dials.push(c, l.now+int64(l.r.o.DialTimeout))
-	}
-	return 0
-}
-
 // dropServer gives up the dial of a peer.
 func (l *loop) dropServer(c *conn, errno unix.Errno) {
 	if fd := c.side[server].fd; fd >= 0 {
@@ -668,7 +636,7 @@ func (l *loop) dropServer(c *conn, errno unix.Errno) {
 // local tells errors that say nothing about a peer.
 func local(errno unix.Errno) bool {
 	switch errno {
-	case unix.EMFILE, unix.ENFILE, unix.ENOBUFS, unix.ENOMEM, unix.EADDRNOTAVAIL, unix.EPERM, unix.EACCES:
+	case unix.EMFILE, unix.ENFILE, unix.ENOBUFS, unix.ENOMEM, unix.EADDRNOTAVAIL, unix.EADDRINUSE, unix.EPERM, unix.EACCES, unix.ELOOP:
 		return true
 	}
 	return false

@@ -37,6 +37,13 @@ const Never = time.Duration(-1)
 // Peer is a backend to which connections are carried. Peers are equal if all of their fields are.
 type Peer struct {
 	Address netip.AddrPort
+	// Own stands for the very address and port that each client has dialled: the application's listener on this host,
+	// in front of which this relay stands. Address is left out then, and nothing is probed. Whatever sends connections
+	// to the relay has to let those from Ports and the address itself pass.
+	Own bool
+	// Ports are the source ports to dial from, the first and the last; zero leaves the choice to the kernel. They
+	// should lie outside the range from which the kernel chooses ports for others (ip_local_port_range, ip(7)).
+	Ports [2]uint16
 	// Source is the address to dial from; the zero address leaves the choice to the kernel.
 	Source netip.Addr
 	// ProxyProtocol sends the client's and the service's address ahead of the first byte, in version 2 of the PROXY
@@ -222,8 +229,11 @@ func (o Options) withDefaults() (Options, error) {
 
 // check refuses a peer that cannot be dialled.
 func (p Peer) check() error {
+	if err := p.checkPorts(); err != nil {
+		return err
+	}
 	switch {
-	case !p.Address.IsValid() || p.Address.Port() == 0 || p.Address.Addr().IsUnspecified():
+	case !p.Own && (!p.Address.IsValid() || p.Address.Port() == 0 || p.Address.Addr().IsUnspecified()):
 		return fmt.Errorf("%w: peer address %v is not an address with a port", ErrOptions, p.Address)
 	case p.Weight < 0 || p.Weight > maxWeight:
 		return fmt.Errorf("%w: weight %d of peer %v is not between 0 and %d", ErrOptions, p.Weight, p.Address, maxWeight)

@@ -67,6 +67,7 @@ type peer struct {
 	inFlight   atomic.Int64
 	dialled    atomic.Uint64
 	failed     atomic.Uint64
+	nextPort   atomic.Uint32
 	err        atomic.Pointer[error]
 }
 
@@ -82,6 +83,10 @@ func newPeer(p Peer, probe ProbeOptions, ports [2]uint16) (*peer, error) {
 	}
 	n := &peer{Peer: p, weight: int64(max(p.Weight, 1)), rise: int32(probe.Rise), fall: int32(probe.Fall)}
 	n.state.Store(stateUnknown)
+	if p.Own {
+		n.ourself = true
+		return n, nil
+	}
 	var err error
 	if n.to, n.family, err = newRawAddr(p.Address); err != nil {
 		return nil, err
@@ -211,7 +216,12 @@ func (p *peer) status() PeerStatus {
 func (p *peer) probe(ctx context.Context, timeout time.Duration) error {
 	d := net.Dialer{Timeout: timeout}
 	d.SetMultipathTCP(false)
-	if p.Source.IsValid() {
+	switch {
+	case p.Own:
+		return nil // there is no address without a client
+	case p.Ports[1] != 0:
+		d.Control = p.bindProbe
+	case p.Source.IsValid():
 		d.LocalAddr = net.TCPAddrFromAddrPort(netip.AddrPortFrom(p.Source, 0))
 	}
 	c, err := d.DialContext(ctx, "tcp", p.Address.String())
@@ -254,6 +264,9 @@ func (r *Relay) probeAll(ctx context.Context) {
 	var wg sync.WaitGroup
 	slots := make(chan struct{}, 16)
 	for _, p := range r.peers.Load().peers {
+		if p.Own {
+			continue
+		}
 		slots <- struct{}{}
 		wg.Go(func() {
 			defer func() { <-slots }()

@@ -176,8 +176,7 @@ func (r *rawAddr) addrPort() netip.AddrPort {
 // name asks for an address of a socket: SYS_GETSOCKNAME for its own, SYS_GETPEERNAME for the other end's.
 func name(fd int32, call uintptr) netip.AddrPort {
 	r := new(rawAddr)
-	r.n = uint32(len(r.b))
-	if _, _, e := unix.RawSyscall(call, uintptr(fd), uintptr(unsafe.Pointer(&r.b[0])), uintptr(unsafe.Pointer(&r.n))); e != 0 {
+	if rawName(fd, call, r) != 0 {
 		return netip.AddrPort{}
 	}
 	return r.addrPort()
