@@ -135,14 +135,19 @@ int admission(struct bpf_sk_lookup *ctx)
 	if (!b || b->mode != MODE_ENFORCE)
 		return SK_PASS;
 	if (b->action == ACTION_OPEN) {
-		assign(ctx, a);
+		if (!(b->flags & BACKEND_STANDBY))
+			assign(ctx, a);
 		return SK_PASS;
 	}
 	if (bpf_ktime_get_boot_ns() >= b->until)
 		return SK_PASS; /* no closed admission outlives its drain */
 	if (b->action == ACTION_STEER) {
-		assign(ctx, a);
-		return SK_PASS; /* no target left: the ordinary look-up */
+		if (!assign(ctx, a))
+			return SK_PASS; /* no target left: the ordinary look-up */
+		l = bpf_map_lookup_elem(&listeners, &id);
+		if (l)
+			__sync_fetch_and_add(&l->steered, 1);
+		return SK_PASS;
 	}
 	if (b->action != ACTION_REFUSE)
 		return SK_PASS;

@@ -38,6 +38,7 @@ type censusAlive struct {
 	Live    int32
 	Aside   int32
 	Refused uint64
+	Steered uint64
 }
 
 type censusBackend struct {

@@ -85,12 +85,15 @@ func (h *Host) Forget(cookie uint64) error {
 }
 
 // Alive is how many of a backend's listeners the kernel believes to be open, and how many connections it
-// turned away for them. A refusal ends when none is open.
+// turned away or steered for them. A refusal ends when none is open.
 type Alive struct {
 	Live  int // those that count
 	Aside int // those that were put aside
 
 	Refused uint64 // connections turned away so far
+	// Steered is how many were sent to a target while the action was steer. What looks like a new
+	// connection and is none, such as a retransmitted SYN, counts as well.
+	Steered uint64
 }
 
 // Listeners reads how many listeners of a backend are open.
@@ -100,7 +103,7 @@ func (h *Host) Listeners(backend uint64) (Alive, error) {
 	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 		return Alive{}, fmt.Errorf("read listeners of backend %d: %w", backend, err)
 	}
-	return Alive{Live: int(a.Live), Aside: int(a.Aside), Refused: a.Refused}, nil
+	return Alive{Live: int(a.Live), Aside: int(a.Aside), Refused: a.Refused, Steered: a.Steered}, nil
 }
 
 // DrainMark tells the kernel that a backend drains, so that it sends zero events, and tells a

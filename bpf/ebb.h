@@ -359,6 +359,8 @@ enum mode {
 
 enum backend_flag {
 	BACKEND_ASIDE = 1, /* listeners that were put aside keep a refusal alive too */
+	BACKEND_STANDBY =
+		2, /* targets are for steering only: an open admission leaves them alone */
 };
 
 struct backend {
@@ -374,6 +376,7 @@ struct alive {
 	__s32 live;
 	__s32 aside;
 	__u64 refused; /* connections turned away so far */
+	__u64 steered; /* connections sent to a target while steering, so far */
 };
 
 enum tag_state {

@@ -274,6 +274,54 @@ int adopt(struct bpf_iter__task_file *ctx)
 	return 0;
 }
 
+/* cookie → anything: the connections to disown. Private. Full: the order is refused. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__type(key, __u64);
+	__type(value, __u32);
+} disowning SEC(".maps");
+
+/*
+ * Takes connections out of their backend's count, as if they had closed: somebody else has taken
+ * them out of the accept queue and serves them. The step comes before the tag goes, so that a hook
+ * that runs meanwhile finds DONE or nothing.
+ */
+SEC("iter/task_file")
+int disown(struct bpf_iter__task_file *ctx)
+{
+	struct task_struct *task = ctx->task;
+	struct file *file = ctx->file;
+	struct walk_result *done;
+	__u32 zero = 0, tgid;
+	struct walk_order *w;
+	struct sock *sk;
+	struct tag *t;
+	__u64 cookie;
+	__u16 protocol;
+
+	if (!task || !file)
+		return 0;
+	tgid = task->tgid;
+	w = bpf_map_lookup_elem(&walk, &zero);
+	done = bpf_map_lookup_elem(&walked, &zero);
+	if (!w || !done || (w->tgid && w->tgid != tgid))
+		return 0;
+	sk = socket_of(file, &protocol);
+	if (!sk || protocol != IPPROTO_TCP || sk->__sk_common.skc_state == TCP_LISTEN)
+		return 0;
+	cookie = bpf_get_socket_cookie(sk);
+	if (!bpf_map_lookup_elem(&disowning, &cookie))
+		return 0;
+	t = bpf_sk_storage_get(&tags, sk, NULL, 0);
+	if (!t)
+		return 0;
+	step(t, TAG_DONE, BY_ADOPT, true);
+	bpf_sk_storage_delete(&tags, sk);
+	done->conns++;
+	return 0;
+}
+
 /* [0]: what is to be corrected. Private. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);

@@ -63,10 +63,12 @@ type fileReaders struct {
 		Files      *ebpf.Program `ebpf:"files"`
 		Adopt      *ebpf.Program `ebpf:"adopt"`
 		Correct    *ebpf.Program `ebpf:"correct"`
+		Disown     *ebpf.Program `ebpf:"disown"`
 		Walk       *ebpf.Map     `ebpf:"walk"`
 		Walked     *ebpf.Map     `ebpf:"walked"`
 		Adopting   *ebpf.Map     `ebpf:"adopting"`
 		Correction *ebpf.Map     `ebpf:"correction"`
+		Disowning  *ebpf.Map     `ebpf:"disowning"`
 	}
 	tagsID uint32 // the id of the map of tags, by which an MPTCP subflow's tag is recognised
 }
@@ -76,8 +78,8 @@ func (r *fileReaders) close() error {
 		return nil
 	}
 	o := &r.objs
-	return errors.Join(o.Files.Close(), o.Adopt.Close(), o.Correct.Close(),
-		o.Walk.Close(), o.Walked.Close(), o.Adopting.Close(), o.Correction.Close())
+	return errors.Join(o.Files.Close(), o.Adopt.Close(), o.Correct.Close(), o.Disown.Close(),
+		o.Walk.Close(), o.Walked.Close(), o.Adopting.Close(), o.Correction.Close(), o.Disowning.Close())
 }
 
 func (h *Host) readers() (*fileReaders, error) {
@@ -266,6 +268,47 @@ func (r *fileReaders) adopt(pids []int, order filesWalkOrder) (filesWalkResult, 
 	}
 	err := r.objs.Walked.Lookup(uint32(0), &done)
 	return done, err
+}
+
+// Disown takes connections that the calling process holds out of their backend's count, as if they had closed, and
+// returns how many were in one. It is for what was taken out of an application's accept queue to be served by
+// somebody else. An MPTCP connection stays counted until it closes: no kernel helper reaches its subflow from a
+// file.
+func (h *Host) Disown(fds []int) (n int, err error) {
+	if len(fds) == 0 {
+		return 0, nil
+	}
+	r, err := h.readers()
+	if err != nil {
+		return 0, fmt.Errorf("disown connections: %w", err)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	defer func() {
+		if rerr := removeWhere(r.objs.Disowning, func(uint64, uint32) bool { return true }); rerr != nil {
+			err = errors.Join(err, fmt.Errorf("disown connections: %w", rerr))
+		}
+	}()
+	for _, fd := range fds {
+		cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
+		if err == nil {
+			err = r.objs.Disowning.Put(cookie, uint32(1))
+		}
+		if err != nil {
+			return 0, fmt.Errorf("disown connection %d: %w", fd, err)
+		}
+	}
+	var done filesWalkResult
+	if err := r.objs.Walked.Put(uint32(0), &done); err != nil {
+		return 0, fmt.Errorf("disown connections: %w", err)
+	}
+	if _, err := r.walk(r.objs.Disown, os.Getpid(), filesWalkOrder{Tags: r.tagsID}); err != nil {
+		return 0, fmt.Errorf("disown connections: %w", err)
+	}
+	if err := r.objs.Walked.Lookup(uint32(0), &done); err != nil {
+		return 0, fmt.Errorf("disown connections: %w", err)
+	}
+	return int(done.Conns), nil
 }
 
 // Commands and attach type of include/uapi/linux/bpf.h.

@@ -130,6 +130,7 @@ const (
 	filesMapControl          = "control"
 	filesMapCorrection       = "correction"
 	filesMapCounts           = "counts"
+	filesMapDisowning        = "disowning"
 	filesMapDrains           = "drains"
 	filesMapErrors           = "errors"
 	filesMapEvents           = "events"
@@ -142,6 +143,7 @@ const (
 	filesMapWatch            = "watch"
 	filesProgAdopt           = "adopt"
 	filesProgCorrect         = "correct"
+	filesProgDisown          = "disown"
 	filesProgFiles           = "files"
 	filesProgTasks           = "tasks"
 	filesVarFileRecordLayout = "file_record_layout"
@@ -193,6 +195,7 @@ type filesSpecs struct {
 type filesProgramSpecs struct {
 	Adopt   *ebpf.ProgramSpec `ebpf:"adopt"`
 	Correct *ebpf.ProgramSpec `ebpf:"correct"`
+	Disown  *ebpf.ProgramSpec `ebpf:"disown"`
 	Files   *ebpf.ProgramSpec `ebpf:"files"`
 	Tasks   *ebpf.ProgramSpec `ebpf:"tasks"`
 }
@@ -207,6 +210,7 @@ type filesMapSpecs struct {
 	Control    *ebpf.MapSpec `ebpf:"control"`
 	Correction *ebpf.MapSpec `ebpf:"correction"`
 	Counts     *ebpf.MapSpec `ebpf:"counts"`
+	Disowning  *ebpf.MapSpec `ebpf:"disowning"`
 	Drains     *ebpf.MapSpec `ebpf:"drains"`
 	Errors     *ebpf.MapSpec `ebpf:"errors"`
 	Events     *ebpf.MapSpec `ebpf:"events"`
@@ -254,6 +258,7 @@ type filesMaps struct {
 	Control    *ebpf.Map `ebpf:"control"`
 	Correction *ebpf.Map `ebpf:"correction"`
 	Counts     *ebpf.Map `ebpf:"counts"`
+	Disowning  *ebpf.Map `ebpf:"disowning"`
 	Drains     *ebpf.Map `ebpf:"drains"`
 	Errors     *ebpf.Map `ebpf:"errors"`
 	Events     *ebpf.Map `ebpf:"events"`
@@ -274,6 +279,7 @@ func (m *filesMaps) Close() error {
 		m.Control,
 		m.Correction,
 		m.Counts,
+		m.Disowning,
 		m.Drains,
 		m.Errors,
 		m.Events,
@@ -302,6 +308,7 @@ type filesVariables struct {
 type filesPrograms struct {
 	Adopt   *ebpf.Program `ebpf:"adopt"`
 	Correct *ebpf.Program `ebpf:"correct"`
+	Disown  *ebpf.Program `ebpf:"disown"`
 	Files   *ebpf.Program `ebpf:"files"`
 	Tasks   *ebpf.Program `ebpf:"tasks"`
 }
@@ -310,6 +317,7 @@ func (p *filesPrograms) Close() error {
 	return _FilesClose(
 		p.Adopt,
 		p.Correct,
+		p.Disown,
 		p.Files,
 		p.Tasks,
 	)

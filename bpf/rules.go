@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -43,6 +44,7 @@ const (
 	admissionPass   = 1
 	admissionV6Only = 2
 	backendAside    = 1
+	backendStandby  = 2
 )
 
 // BackendRule is the rule of one backend. Writing it is the flip, whatever the number of listeners.
@@ -56,6 +58,9 @@ type BackendRule struct {
 	// Aside says that listeners that were put aside, loopback ones that nobody named, keep a
 	// refusal alive as well. Else it ends when the last other one has closed.
 	Aside bool
+	// Standby says that targets are meant for ActionSteer alone: they can be set before the flip, which
+	// then is one write, and while the action is open they are left alone.
+	Standby bool
 }
 
 // Address is a listening address in a network namespace. A v4-mapped IPv6 address is the same as the
@@ -105,6 +110,9 @@ func (h *Host) SetBackend(id uint64, r BackendRule) error {
 	if r.Aside {
 		k.Flags |= backendAside
 	}
+	if r.Standby {
+		k.Flags |= backendStandby
+	}
 	if err := h.maps.Backends.Put(id, &k); err != nil {
 		return fmt.Errorf("set rule of backend %d: %w", id, err)
 	}
@@ -123,7 +131,7 @@ func (h *Host) Backend(id uint64) (r BackendRule, ok bool, err error) {
 	}
 	return BackendRule{
 		Action: Action(k.Action), Enforce: k.Mode != 0, Gen: k.Gen,
-		Until: time.Duration(k.Until), Aside: k.Flags&backendAside != 0,
+		Until: time.Duration(k.Until), Aside: k.Flags&backendAside != 0, Standby: k.Flags&backendStandby != 0,
 	}, true, nil
 }
 
@@ -248,6 +256,20 @@ func (h *Host) SetTargets(a Address, cookies []uint64) error {
 		return fmt.Errorf("set targets of %s: %w", a, err)
 	}
 	return nil
+}
+
+// Targets reads which listeners an address is steered to; none if it has no admission.
+func (h *Host) Targets(a Address) ([]uint64, error) {
+	key := a.kernel()
+	var v censusAdmission
+	err := h.maps.Admissions.Lookup(&key, &v)
+	if errors.Is(err, ebpf.ErrKeyNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read targets of %s: %w", a, err)
+	}
+	return slices.Clone(v.Targets[:min(int(v.Ntargets), MaxTargets)]), nil
 }
 
 // AddTarget makes a listening socket one that connections in the namespace can be steered to, and
