@@ -6,7 +6,7 @@ package drain
 // under ModeObserve each also carries the field would=true. Durations in fields are in seconds (float64, keys end in _s), counts are int64 by class.
 const (
 	// EventBegin: a drain began. Fields: by, reason, deadline (RFC 3339), on_new, on_new_why, budget,
-	// resumed (true after a restart).
+	// resumed (true after a restart). What on_new comes to where it must be found out, EventLate says.
 	EventBegin = "drain.begin"
 
 	// EventPhase: the drain entered the phase in Event.Phase. Fields: left_s (time to the deadline).
@@ -39,7 +39,7 @@ const (
 	EventLate = "drain.late"
 
 	// EventEnd: the drain is over; Event.Outcome says how. Fields: flush_reason, took_s, retired, late,
-	// survivors (their number), report.
+	// survivors (their number), report; if late connections were redirected late_arrived, late_ended.
 	EventEnd = "drain.end"
 
 	// EventStale: a command for another generation was ignored. Fields: command, gen (the one meant),

@@ -76,6 +76,8 @@ type life struct {
 	phases  []PhaseTime
 	outcome Outcome
 
+	away
+
 	onNew        OnNew
 	why          string
 	admission    Admission
@@ -147,8 +149,11 @@ func (d *life) inFlight() int64 { return d.counts.InFlight(d.eff.Policy.Idle) }
 // none reports whether the last look is known to have found nothing in flight.
 func (d *life) none() bool { return d.counts.Known && d.inFlight() == 0 }
 
-// blocks says what keeps a flush on zero from being sent.
+// blocks says what keeps a flush on zero from being sent, or a drain from being over.
 func (d *life) blocks(held int) []Block {
+	if d.lingering {
+		return d.lateBlocks()
+	}
 	var b []Block
 	add := func(class string, n int64) {
 		if n > 0 {
@@ -300,26 +305,15 @@ func (m *Machine) begin(c *command, r Request) error {
 	return nil
 }
 
-// flipped is what the answer to a Begin waits for where new connections are refused at once.
+// flipped is what the answer to a Begin waits for: that it is known what happens to new connections, and
+// that it happens where they are refused or redirected at once.
 func flipped(id string) func(*Machine) bool {
 	return func(m *Machine) bool {
 		d := m.life
-		return d == nil || d.id != id || d.outcome != "" || d.onNew != OnNewRefuse || !d.flipped.IsZero()
-	}
-}
-
-// chooseOnNew resolves auto, and refuse where admission cannot close.
-func (m *Machine) chooseOnNew(d *life) {
-	switch d.eff.Policy.OnNew {
-	case OnNewRefuse:
-		d.onNew, d.why = OnNewRefuse, "configured"
-		if m.opt.Unguarded {
-			d.onNew, d.why = OnNewAdmit, "refuse is configured, but admission cannot be closed here"
+		if d == nil || d.id != id || d.outcome != "" || d.lingering {
+			return true
 		}
-	case OnNewAdmit:
-		d.onNew, d.why = OnNewAdmit, "configured"
-	default:
-		d.onNew, d.why = OnNewAdmit, "nothing else could take new connections, so they are admitted until they pause"
+		return !d.choosing && (d.onNew == OnNewAdmit || !d.flipped.IsZero())
 	}
 }
 
@@ -354,7 +348,14 @@ func (m *Machine) start(d *life, resumed bool) {
 	}})
 	m.enter(PhaseBegin, now)
 	if !resumed && d.eff.Policy.NotifyAt == NotifyAtBegin {
-		m.notify()
+		// An application that closes its listener when it hears of the drain must not do so before
+		// new connections go elsewhere.
+		if d.noticeDue = d.choosing; !d.noticeDue {
+			m.notify()
+		}
+	}
+	if d.choosing {
+		m.choose(now)
 	}
 }
 
@@ -490,6 +491,7 @@ func (m *Machine) cutNow(gen uint64, who string) error {
 		return ErrStale
 	}
 	if err := m.refusal(); errors.Is(err, ErrFlushing) {
+		m.life.endNow = true
 		return nil
 	} else if err != nil {
 		return err
@@ -521,7 +523,7 @@ func (m *Machine) undrain(gen uint64, by string) error {
 		return errDeferred
 	}
 	if m.enforce() {
-		if !d.flipStart.IsZero() && !m.opt.Unguarded {
+		if d.touched && !m.opt.Unguarded {
 			ctx, cancel := context.WithTimeoutCause(d.ctx, flipLimit, ErrSlice)
 			err := m.opt.World.OpenAdmission(ctx)
 			cancel()
@@ -576,6 +578,7 @@ func (m *Machine) resume(r Record) {
 		d.admitEnd = now // the flip was made; it is made again, which changes nothing
 	}
 	m.chooseOnNew(d)
+	d.touched = true
 	m.take(d)
 	m.reslice()
 	m.start(d, true)
@@ -592,13 +595,15 @@ func (m *Machine) resume(r Record) {
 	}
 	m.state = StateFlushing
 	d.flushAt, d.flushEnd, d.flushBack, d.flushResult = now, d.cutAt, true, FlushUnknown
-	d.flipStart, d.flipped = now, now
+	d.flipStart, d.flipped, d.flipGiveUp = now, now, now.Add(chooseLimit+flipLimit)
 	m.enter(PhaseFlush, now)
 	if m.opt.Unguarded {
 		d.admission, d.unguardedWhy = AdmissionUnguarded, whyUnguarded
 	} else if m.enforce() {
 		d.admission = AdmissionClosed
-		m.renewFlip()
+		if !d.choosing {
+			m.renewFlip()
+		}
 	}
 }
 
@@ -642,13 +647,13 @@ func (m *Machine) onExited(err error) {
 	}
 	switch {
 	case d.none():
-		m.finish(OutcomeDrained)
+		m.conclude(OutcomeDrained)
 	case told && err == nil:
 		m.warn(fmt.Sprintf("the application was told and ended cleanly; at the last look there were: %s", blockWords(d.blocks(0))), nil)
-		m.finish(OutcomeDrained)
+		m.conclude(OutcomeDrained)
 	default:
 		m.warn(fmt.Sprintf("the application ended with connections in flight: %s", blockWords(d.blocks(0))), err)
-		m.finish(OutcomeLost)
+		m.conclude(OutcomeLost)
 	}
 }
 
@@ -704,6 +709,9 @@ func (m *Machine) finish(o Outcome) {
 	took := now.Sub(d.begun)
 	args := []any{"drain", d.id, "cause", d.cause, "outcome", o, "took", show(took), "flush_reason", d.flushReason,
 		"survivors", len(d.survivors), "retired", d.retired, "late", d.late}
+	if d.how != "" {
+		args = append(args, "late_arrived", d.arrived, "late_ended", d.lateEnded)
+	}
 	switch {
 	case o == OutcomeLost && m.enforce():
 		m.log.Error("drain ended", args...)
@@ -717,6 +725,9 @@ func (m *Machine) finish(o Outcome) {
 	}
 	if d.report != nil {
 		fields["report"] = *d.report
+	}
+	if d.how != "" {
+		fields["late_arrived"], fields["late_ended"] = d.arrived, d.lateEnded
 	}
 	m.emit(Event{Type: EventEnd, Phase: PhaseDone, Outcome: o, Message: "the drain is over: " + string(o), Fields: fields})
 }

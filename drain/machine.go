@@ -66,7 +66,7 @@ type Request struct {
 //
 //	             Begin                       admit: arrivals paused,
 //	             journal, ready=false,       or admit_for is over
-//	             notify (at: begin)          refuse: at once
+//	             notify (at: begin)          others: at once
 //	┌─────────┐        ┌───────┐ ┌──────────┐ flip ┌────────┐ queues empty  ┌──────┐
 //	│ serving │───────►│ begin ├►│ stop_new ├─────►│ settle ├──────────────►│ wait │
 //	└─────────┘        └───────┘ └──────────┘      └────────┘ notify        └──┬───┘
@@ -88,8 +88,14 @@ type Request struct {
 // nobody waits for the rest of it but the application itself. Connections that are still in flight
 // when the application has gone (the kernel delivers its last bytes) keep the drain in flush until they
 // are through, at the latest until deadline − reserve.
+//
+// Where World is a LateWorld, what happens to new connections is asked of it at Begin. A drain that
+// redirects them (steer, relay, hold) is done when, besides all that, none has come for quiet_period and
+// none is carried, or at the deadline, which ends those that are. That changes no outcome, and neither
+// settle nor wait nor flush knows of them. The notice of at: begin waits for the redirection.
 type Machine struct {
 	opt  Options
+	late LateWorld // nil: late connections cannot be redirected
 	log  *slog.Logger
 	boot func() time.Duration
 
@@ -190,6 +196,7 @@ func New(o Options) (*Machine, error) {
 		state:   StateServing,
 		over:    make(chan struct{}),
 	}
+	m.late, _ = o.World.(LateWorld)
 	m.holds.Store(&holds{})
 	m.publish()
 	return m, nil
@@ -338,7 +345,7 @@ func (m *Machine) ask(ctx context.Context, do func(*command) error) (Status, err
 
 // Begin starts a drain, or joins the one that runs: that one keeps its id, first cause and policy, and
 // takes the new deadline if it is earlier. It is answered when the journal and, where new connections
-// are refused at once, the flip are written. After the drain of this generation is over, or after the
+// are refused or redirected at once, the flip are written; what is done with them is known then. After the drain of this generation is over, or after the
 // application has ended, there is nothing to do: the answer is the last status and no error. Otherwise
 // the error is ErrStale, ErrOff, ErrClosed, the end of ctx, or wraps ErrPolicy or ErrJournal. When ctx
 // ends first, the drain may have begun.
@@ -362,8 +369,8 @@ func (m *Machine) Extend(ctx context.Context, gen uint64, by time.Duration, limi
 }
 
 // Cut ends a drain now: survivors are listed, the flush goes out at once with reason deadline and has
-// its full slice, then what is left is cut. During the flush it changes nothing. The error is
-// ErrNotDraining, ErrStale, ErrClosed or the end of ctx.
+// its full slice, then what is left is cut. During the flush it changes nothing but that late
+// connections are not waited for. The error is ErrNotDraining, ErrStale, ErrClosed or the end of ctx.
 func (m *Machine) Cut(ctx context.Context, gen uint64, who string) (Status, error) {
 	return m.ask(ctx, func(*command) error { return m.cutNow(gen, who) })
 }
@@ -453,6 +460,11 @@ func (m *Machine) status() Status {
 		s.Blocks = d.blocks(h.n)
 	}
 	s.Pending, s.Late, s.Retired = d.pending, d.late, d.retired
+	if d.how != "" {
+		c := d.lates
+		s.LateCounts = &c
+	}
+	s.LateEnded, s.Lingering = d.lateEnded, d.lingering && d.outcome == ""
 	s.Notified, s.FlushReason, s.FlushResult = d.notifiedAt, d.flushReason, d.flushResult
 	s.Survivors, s.Killed = d.survivors, d.killed // the list is replaced as a whole, never written to
 	if d.report != nil {

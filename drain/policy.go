@@ -96,10 +96,6 @@ func Validate(p Policy) (Effective, error) {
 	}
 	word(&p.Idle, idle, "idle", refuse, IdleIgnore, IdleWait, IdleClose)
 	word(&p.NotifyAt, NotifyAtBegin, "notify at", refuse, NotifyAtBegin, NotifyAtSettled)
-	switch p.OnNew {
-	case OnNewSteer, OnNewRelay, OnNewHold:
-		refuse("on_new %s is not available in this version: use auto, admit or refuse", p.OnNew)
-	}
 
 	durations := []struct {
 		name string

@@ -31,6 +31,8 @@ type chaos struct {
 	flushes map[string][]time.Time
 	reasons map[string]FlushReason
 	cuts    map[string][]time.Time
+	choices int
+	endings map[string]int // of late connections, by drain
 	closed  bool
 	ready   bool
 	broken  []string // what must never happen
@@ -187,16 +189,77 @@ func (c *chaos) Emit(e Event) {
 	}
 }
 
+// lateChaos is chaos that can redirect.
+type lateChaos struct {
+	*chaos
+	arrived uint64
+	carried int
+}
+
+func (c *lateChaos) ChooseLate(ctx context.Context, want OnNew) (OnNew, string, error) {
+	err := c.call(ctx, 3*time.Second)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.choices++
+	got := []OnNew{OnNewSteer, OnNewRelay, OnNewHold, OnNewAdmit, OnNewRefuse, "", OnNewRelay}[c.rnd.IntN(7)]
+	c.say("choose %s: %s %v", want, got, err)
+	return got, "by chance", err
+}
+
+func (c *lateChaos) Redirect(ctx context.Context, how OnNew, until time.Time) error {
+	err := c.call(ctx, 8*time.Second)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err == nil {
+		c.closed = true
+	}
+	if !how.redirects() {
+		c.wrong("redirect by %q", how)
+	}
+	c.say("redirect %s %v", how, err)
+	return err
+}
+
+func (c *lateChaos) Late(ctx context.Context) (LateCounts, error) {
+	err := c.call(ctx, 10*time.Second)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.rnd.IntN(3) == 0 {
+		n := c.rnd.IntN(3)
+		c.arrived += uint64(n)
+		c.carried = max(0, c.carried+n-c.rnd.IntN(4))
+	}
+	return LateCounts{Arrived: c.arrived, Carried: c.carried, Known: c.rnd.IntN(c.calm) != 0}, err
+}
+
+func (c *lateChaos) EndLate(ctx context.Context) error {
+	st := c.m.Status()
+	c.mu.Lock()
+	c.endings[st.ID]++
+	if st.Over() {
+		c.wrong("late connections ended after their drain")
+	}
+	c.carried = 0
+	c.mu.Unlock()
+	return c.call(ctx, 3*time.Second)
+}
+
 // schedule drives one machine by one seed and returns what went wrong, with the trace.
 func schedule(t *testing.T, seed uint64) (broken, trace []string) {
 	rnd := rand.New(rand.NewPCG(seed, 1))
 	c := &chaos{
 		rnd: rand.New(rand.NewPCG(seed, 2)), calm: []int{3, 20, 1000}[rnd.IntN(3)], deaf: rnd.IntN(3) == 0, open: int64(rnd.IntN(3)), start: time.Now(), ready: true,
 		begun: map[string]int{}, ends: map[string][]Outcome{}, flushes: map[string][]time.Time{}, reasons: map[string]FlushReason{}, cuts: map[string][]time.Time{},
+		endings: map[string]int{},
+	}
+	var w World = c
+	redirects := rnd.IntN(2) == 0
+	if redirects {
+		w = &lateChaos{chaos: c}
 	}
 	n := 0
 	m, err := New(Options{
-		Backend: "web", Gen: 7, World: c, Notify: rnd.IntN(2) == 0, Unguarded: rnd.IntN(5) == 0,
+		Backend: "web", Gen: 7, World: w, Notify: rnd.IntN(2) == 0, Unguarded: rnd.IntN(5) == 0,
 		NewID: func() string { n++; return fmt.Sprintf("d-%d", n) },
 	})
 	if err != nil {
@@ -213,7 +276,7 @@ func schedule(t *testing.T, seed uint64) (broken, trace []string) {
 	}
 
 	policy := Policy{
-		OnNew: []OnNew{OnNewAuto, OnNewRefuse}[rnd.IntN(2)], OnDeadline: []OnDeadline{OnDeadlineCut, OnDeadlineLeave}[rnd.IntN(2)],
+		OnNew: []OnNew{OnNewAuto, OnNewRefuse, OnNewRelay}[rnd.IntN(3)], OnDeadline: []OnDeadline{OnDeadlineCut, OnDeadlineLeave}[rnd.IntN(2)],
 		Idle: []IdlePolicy{IdleIgnore, IdleClose, IdleWait}[rnd.IntN(3)], NotifyAt: []NotifyAt{NotifyAtBegin, NotifyAtSettled}[rnd.IntN(2)],
 		Grace: time.Duration(9+rnd.IntN(30)) * time.Second, QuietPeriod: time.Duration(1+rnd.IntN(900)) * time.Millisecond,
 	}
@@ -317,16 +380,22 @@ func schedule(t *testing.T, seed uint64) (broken, trace []string) {
 		if len(c.flushes[id]) > 1 || len(c.cuts[id]) > 1 {
 			c.wrong("%s: %d flushes and %d cuts, want at most one", id, len(c.flushes[id]), len(c.cuts[id]))
 		}
+		if c.endings[id] > 1 {
+			c.wrong("%s: late connections ended %d times, want at most once", id, c.endings[id])
+		}
 		for _, o := range c.ends[id] {
 			switch {
-			case o == OutcomeCancelled && len(c.flushes[id]) > 0:
-				c.wrong("%s: cancelled after a flush", id)
+			case o == OutcomeCancelled && len(c.flushes[id])+c.endings[id] > 0:
+				c.wrong("%s: cancelled after a flush or an end of late connections", id)
 			case o == OutcomeDrained && c.reasons[id] == FlushDeadline:
 				c.wrong("%s: drained although the wait slice ran out", id)
 			case o == OutcomeExpired && len(c.flushes[id]) == 0:
 				c.wrong("%s: expired without a flush", id)
 			}
 		}
+	}
+	if c.choices > n {
+		c.wrong("%d choices for %d drains", c.choices, n)
 	}
 	if st := m.Status(); st.State == StateServing && st.Outcome == OutcomeCancelled && (!c.ready || c.closed) {
 		c.wrong("serving with ready %v, admission closed %v", c.ready, c.closed)

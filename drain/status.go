@@ -10,9 +10,9 @@ type PhaseTime struct {
 	At    time.Time `json:"at"`
 }
 
-// Block is one thing that keeps a flush on zero from being sent.
+// Block is one thing that keeps a flush on zero from being sent or, when the drain lingers, from being over.
 type Block struct {
-	Class string `json:"class"` // a class of connection, "hold", "unknown" or "quiet"
+	Class string `json:"class"` // a class of connection, "hold", "unknown", "quiet"; of late ones "relayed", "parked"
 	N     int64  `json:"n"`     // how many; 0 for unknown and quiet
 }
 
@@ -22,7 +22,7 @@ type Admission string
 // The states of admission as a drain knows it.
 const (
 	AdmissionOpen      Admission = "open"
-	AdmissionClosed    Admission = "closed"
+	AdmissionClosed    Admission = "closed"    // new connections are refused, or go elsewhere; see OnNew
 	AdmissionUnguarded Admission = "unguarded" // it should be closed and cannot be
 )
 
@@ -52,7 +52,7 @@ type Status struct {
 	Budget  Effective   `json:"budget,omitzero"`  // the slices as they are now; Budget.Scaled says why they differ
 	Outcome Outcome     `json:"outcome,omitempty"`
 
-	OnNew        OnNew     `json:"on_new,omitempty"` // what auto came to
+	OnNew        OnNew     `json:"on_new,omitempty"` // what auto came to; auto while that is being found out
 	OnNewWhy     string    `json:"on_new_why,omitempty"`
 	Admission    Admission `json:"admission,omitempty"`
 	Flipped      time.Time `json:"flipped,omitzero"` // when admission closed, or would have
@@ -67,8 +67,13 @@ type Status struct {
 	Holds    int           `json:"holds,omitempty"`
 	HeldBy   []string      `json:"held_by,omitempty"`
 	Pending  Pending       `json:"pending"`        // what the last settle look found
-	Late     uint64        `json:"late,omitempty"` // connections established after the flip
-	Retired  int           `json:"retired,omitempty"`
+	Late     uint64        `json:"late,omitempty"` // connections established after the flip, here
+
+	LateCounts *LateCounts `json:"late_counts,omitempty"` // of redirected connections; nil: none is redirected
+	LateEnded  int         `json:"late_ended,omitempty"`  // of them, how many were ended at the deadline
+	Lingering  bool        `json:"lingering,omitempty"`   // the application is done, late connections are not
+
+	Retired int `json:"retired,omitempty"`
 
 	Notified    time.Time   `json:"notified,omitzero"` // when the application took the notice
 	FlushReason FlushReason `json:"flush_reason,omitempty"`

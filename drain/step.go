@@ -22,6 +22,9 @@ const (
 	callFlush
 	callCut
 	callKill
+	callChoose
+	callLate
+	callEndLate
 	kinds
 )
 
@@ -38,6 +41,9 @@ type result struct {
 	list    []Survivor
 	report  CutReport
 	renewal bool
+	how     OnNew // what was chosen, or redirected to; empty for a closed admission
+	why     string
+	lates   LateCounts
 }
 
 // call runs f in a goroutine of its own, with a context that ends at until or with the drain. It
@@ -111,6 +117,14 @@ func (m *Machine) onResult(r result) {
 		if r.err != nil {
 			m.warn("the application could not be killed", r.err)
 		}
+	case callChoose:
+		if d.choosing { // else given up already
+			m.chosen(r.how, r.why, r.err)
+		}
+	case callLate:
+		m.onLate(r)
+	case callEndLate:
+		m.onEndLate(r)
 	}
 }
 
@@ -166,6 +180,13 @@ func (m *Machine) advance() {
 // transition takes one step if one is due, and reports whether it did.
 func (m *Machine) transition(now time.Time) bool {
 	d := m.life
+	if d.lateDue(now) {
+		m.endLate(now)
+		return true
+	}
+	if d.lingering {
+		return m.stepLinger(now)
+	}
 	listing := !now.Before(d.listAt())
 	switch d.phase {
 	case PhaseBegin:
@@ -173,6 +194,17 @@ func (m *Machine) transition(now time.Time) bool {
 		return true
 
 	case PhaseStopNew:
+		if d.choosing {
+			if now.Before(d.chooseBy) && !listing {
+				return false
+			}
+			m.chosen("", "", errors.New("there was no answer in time"))
+			return true
+		}
+		if d.noticeDue && (!d.onNew.redirects() || !d.flipped.IsZero()) {
+			d.noticeDue = false
+			m.notify()
+		}
 		if d.flipped.IsZero() {
 			if d.flipStart.IsZero() {
 				if d.onNew == OnNewAdmit && now.Before(d.admitEnd) && !listing && !d.paused() {
@@ -185,7 +217,11 @@ func (m *Machine) transition(now time.Time) bool {
 				return false
 			}
 			d.gaveUp = true
-			m.unguarded(now, fmt.Errorf("it did not return within %v", show(now.Sub(d.flipStart))))
+			if err := fmt.Errorf("it did not return within %v", show(now.Sub(d.flipStart))); d.onNew.redirects() {
+				m.fallBack(err)
+			} else {
+				m.unguarded(now, err)
+			}
 			return true
 		}
 		d.settleEnd = now.Add(d.eff.Settle)
@@ -230,14 +266,18 @@ func (m *Machine) transition(now time.Time) bool {
 	return false
 }
 
-// flip closes admission.
+// flip closes admission, or redirects what comes.
 func (m *Machine) flip(now time.Time) {
 	d := m.life
 	d.flipStart = now
 	switch {
 	case !m.enforce():
 		d.flipped, d.nextLook = now, now
-		m.would("close admission")
+		if d.onNew.redirects() {
+			m.would(string(d.onNew) + " new connections")
+		} else {
+			m.would("close admission")
+		}
 	case m.opt.Unguarded:
 		d.flipped, d.nextLook = now, now
 		d.admission, d.unguardedWhy = AdmissionUnguarded, whyUnguarded
@@ -251,16 +291,28 @@ func (m *Machine) flip(now time.Time) {
 			until = least
 		}
 		d.flipGiveUp = until.Add(pollFloor)
+		if !m.busy[callFlip] {
+			d.gaveUp = false
+		}
 		m.closeAdmission(until, false)
 	}
 }
 
 func (m *Machine) closeAdmission(until time.Time, renewal bool) {
 	d := m.life
+	d.touched = true
 	end := d.deadline.Add(deadMan)
+	how := d.onNew
+	if !how.redirects() {
+		how = ""
+	}
 	if !m.call(callFlip, until, func(ctx context.Context, r *result) {
-		r.renewal = renewal
-		r.err = m.opt.World.CloseAdmission(ctx, end)
+		r.renewal, r.how = renewal, how
+		if how != "" {
+			r.err = m.late.Redirect(ctx, how, end)
+		} else {
+			r.err = m.opt.World.CloseAdmission(ctx, end)
+		}
 	}) {
 		d.renew = true
 	}
@@ -286,9 +338,17 @@ func (m *Machine) onFlip(r result) {
 			d.flipped = r.ended
 			d.nextLook = r.ended // the baseline of late arrivals
 		}
+		if r.how != "" {
+			m.redirected(r.how, r.ended)
+		}
+	case r.renewal && r.how != "" && d.how == "": // after a restart
+		m.fallBack(r.err)
+		d.renew = true
 	case r.renewal:
 		m.warn("the end of the admission rule could not be moved with the deadline", r.err)
 	case d.gaveUp:
+	case d.flipped.IsZero() && r.how != "":
+		m.fallBack(r.err)
 	case d.flipped.IsZero():
 		m.unguarded(r.ended, r.err)
 	}
@@ -367,6 +427,10 @@ func (m *Machine) endSettle(now time.Time) {
 func (m *Machine) poll(now time.Time) {
 	d := m.life
 	w := m.opt.World
+	m.pollLate(now)
+	if d.lingering {
+		return
+	}
 	if d.phase == PhaseSettle && !d.settled && !now.Before(d.nextSettle) {
 		m.call(callSettled, d.settleEnd, func(ctx context.Context, r *result) { r.pending, r.err = w.Settled(ctx) })
 	}
@@ -591,18 +655,18 @@ func (m *Machine) stepFlush(now time.Time) bool {
 	d := m.life
 	if !m.enforce() {
 		if d.flushReason == FlushZero || (d.fresh && d.none()) {
-			m.finish(d.result())
+			m.conclude(d.result())
 			return true
 		}
 	}
 	if d.appEnded && d.fresh && !d.lookStart.Before(d.appEndedAt) {
 		if !d.counts.Known {
 			m.warn("the count is unknown after the flush; the application has ended, so nothing is cut", nil)
-			m.finish(d.result())
+			m.conclude(d.result())
 			return true
 		}
 		if d.inFlight() == 0 {
-			m.finish(d.result())
+			m.conclude(d.result())
 			return true
 		}
 	}
@@ -621,7 +685,7 @@ func (m *Machine) stepFlush(now time.Time) bool {
 		return false
 	}
 	if d.appEnded && !(d.counts.Known && d.inFlight() > 0) {
-		m.finish(d.result())
+		m.conclude(d.result())
 		return true
 	}
 	m.enter(PhaseCut, now)
@@ -664,7 +728,7 @@ func (m *Machine) stepCut(now time.Time) bool {
 		m.kill(now)
 		return true
 	}
-	m.finish(d.result())
+	m.conclude(d.result())
 	return true
 }
 
@@ -742,6 +806,9 @@ func (m *Machine) progress(now time.Time) {
 	}
 	m.log.Info("drain progress", args...)
 	m.emit(Event{Type: EventProgress, Phase: d.phase, Message: "waiting for: " + blocks, Fields: fields})
+	if d.how != "" && d.lates != d.lateTold {
+		m.tellLate(fmt.Sprintf("late connections: %d came, %d are carried, %d parked", d.lates.Arrived, d.lates.Carried, d.lates.Parked), nil)
+	}
 }
 
 // sleep is how long nothing is due.
@@ -756,6 +823,10 @@ func (m *Machine) sleep() time.Duration {
 			next = earliest(next, t)
 		}
 	}
+	m.sleepLate(at)
+	if d.lingering {
+		return max(0, time.Until(next))
+	}
 	if m.busy[callLook] {
 		if !d.lookBegan.IsZero() && d.counts.Known {
 			at(d.lookBegan.Add(lookLimit))
@@ -765,7 +836,10 @@ func (m *Machine) sleep() time.Duration {
 	}
 	switch d.phase {
 	case PhaseStopNew:
-		if d.flipStart.IsZero() {
+		if d.choosing {
+			at(d.chooseBy)
+			at(d.listAt())
+		} else if d.flipStart.IsZero() {
 			at(d.admitEnd)
 			at(d.listAt())
 		} else {
