@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -32,6 +33,42 @@ func ownCgroup() (string, error) {
 	return "", errors.New("read own cgroup: there is no version 2 hierarchy")
 }
 
+// besideCgroup is the cgroup of a relay: below the parent of the caller's own, or below the root if the caller is there.
+func besideCgroup(name string) (string, error) {
+	own, err := ownCgroup()
+	if err != nil {
+		return "", err
+	}
+	root, err := cgroupMount()
+	if err != nil {
+		return "", err
+	}
+	// In the caller's cgroup namespace a parent may be out of sight ("/..").
+	return filepath.Join(root, filepath.Dir(filepath.Join("/", own)), "ebb-relay-"+name), nil
+}
+
+// cgroupMount is where the version 2 hierarchy is mounted, its root and not a part of it.
+func cgroupMount() (string, error) {
+	f, err := os.Open("/proc/self/mountinfo")
+	if err != nil {
+		return "", fmt.Errorf("find cgroup2: %w", err)
+	}
+	defer f.Close()
+	s := bufio.NewScanner(f)
+	for s.Scan() {
+		// 25 24 0:22 / /sys/fs/cgroup rw,… shared:4 - cgroup2 cgroup2 rw,… (proc(5))
+		mount, fs, ok := strings.Cut(s.Text(), " - ")
+		m := strings.Fields(mount)
+		if ok && strings.HasPrefix(fs, "cgroup2 ") && len(m) > 5 && m[3] == "/" && !strings.Contains(m[4], `\`) {
+			return m[4], nil
+		}
+	}
+	if err := s.Err(); err != nil {
+		return "", fmt.Errorf("find cgroup2: %w", err)
+	}
+	return "", errors.New("find cgroup2: it is not mounted")
+}
+
 // makeCgroup makes the cgroup of a relay, or takes the one that an earlier relay of that name has left, and opens it.
 func makeCgroup(dir string) (*os.File, error) {
 	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
@@ -42,4 +79,12 @@ func makeCgroup(dir string) (*os.File, error) {
 		return nil, fmt.Errorf("open cgroup: %w", err)
 	}
 	return f, nil
+}
+
+// removeCgroup removes the cgroup of a relay that has ended. One that is in use, or that somebody else has made something
+// of, stays: the kernel removes none that is not empty.
+func removeCgroup(name string) {
+	if dir, err := besideCgroup(name); err == nil {
+		_ = unix.Rmdir(dir)
+	}
 }

@@ -42,6 +42,8 @@ type Options struct {
 	// Until is when the rule that sends connections there ends. From then on a relay that nobody owns ends as soon as
 	// it carries nothing. It must be in the future.
 	Until time.Time
+	// OrphanFor is how much longer it waits for a next owner then; default 10 s.
+	OrphanFor time.Duration
 
 	Peers          []proxy.Peer
 	MaxConnections int           // default proxy.DefaultMaxConnections
@@ -75,15 +77,17 @@ func Socket(runDir, name string) string { return filepath.Join(runDir, "run", na
 // commandTimeout bounds a command whose context has no deadline. The relay answers in microseconds.
 const commandTimeout = 5 * time.Second
 
-// Find reaches the relay of a backend that an earlier owner has left. The error wraps ErrNone if there is none; a socket
-// that nobody answers on is removed.
+// Find reaches the relay of a backend that an earlier owner has left. The error wraps ErrNone if there is none; what a dead one
+// has left is removed then.
 func Find(ctx context.Context, runDir, name string) (*Process, error) {
 	path := Socket(runDir, name)
 	conn, err := dial(ctx, path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
+		removeCgroup(name)
 		return nil, fmt.Errorf("find relay %s: %w", name, ErrNone)
 	case errors.Is(err, unix.ECONNREFUSED):
+		removeCgroup(name)
 		return nil, errors.Join(fmt.Errorf("find relay %s: %w", name, ErrNone), removeStale(path))
 	case err != nil:
 		return nil, fmt.Errorf("find relay %s: %w", name, err)
@@ -325,6 +329,7 @@ func (p *Process) watch() error {
 	}
 	go func() {
 		defer close(p.done)
+		ended := false
 		// The error is that of a Close, and the end of watching either way.
 		_ = raw.Read(func(fd uintptr) bool {
 			fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
@@ -334,8 +339,12 @@ func (p *Process) watch() error {
 			}
 			// Reaped, if it is our child and nobody else has done so.
 			unix.Waitid(unix.P_PIDFD, int(fd), nil, unix.WEXITED|unix.WNOHANG, nil)
+			ended = true
 			return true
 		})
+		if ended && p.place == PlaceCgroup {
+			removeCgroup(p.name)
+		}
 	}()
 	return nil
 }

@@ -10,7 +10,6 @@ import (
 	"log/slog"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strconv"
 	"syscall"
 	"time"
@@ -38,7 +37,8 @@ func Start(ctx context.Context, listener *os.File, o Options) (_ *Process, err e
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	if o.Exe == "" {
-		o.Exe = "/proc/self/exe"
+		// Not a path, behind which a newer version may be already.
+		o.Exe = "/proc/" + strconv.Itoa(os.Getpid()) + "/exe"
 	}
 	if !o.Until.After(time.Now()) {
 		return nil, fmt.Errorf("start relay %s: its time, until %v, is over", o.Name, o.Until)
@@ -88,7 +88,7 @@ type site struct {
 }
 
 // systemd is there if it is the system's manager, sd_booted(3).
-const systemd = "/run/systemd/system"
+var systemd = "/run/systemd/system"
 
 func places(o Options) []site {
 	self := []string{o.Exe, Arg}
@@ -109,7 +109,10 @@ func places(o Options) []site {
 // launch starts the process and configures it.
 func (at site) launch(ctx context.Context, path string, listener, control *os.File, o Options) (_ *Process, err error) {
 	cmd := exec.Command(at.argv[0], at.argv[1:]...)
-	cmd.Env = append(os.Environ(), "GOTRACEBACK=single")
+	if at.argv[0] == o.Exe {
+		cmd.Args[0] = "ebb"
+	}
+	cmd.Env = os.Environ()
 	cmd.Stderr = nil
 	if o.Stderr != nil {
 		cmd.Stderr = o.Stderr
@@ -184,7 +187,7 @@ const startTimeout = 10 * time.Second
 func (p *Process) configure(ctx context.Context, o Options) error {
 	_, err := p.do(ctx, request{Op: opConfigure, Config: &config{
 		Name: o.Name, Place: p.place, Peers: o.Peers, MaxConnections: o.MaxConnections, DialTimeout: o.DialTimeout,
-		IdleTimeout: o.IdleTimeout, Park: o.Park, Health: o.Health, Parked: o.Parked, Until: o.Until,
+		IdleTimeout: o.IdleTimeout, Park: o.Park, Health: o.Health, Parked: o.Parked, Until: o.Until, OrphanFor: o.OrphanFor,
 	}}, -1)
 	return err
 }
@@ -241,24 +244,4 @@ func removeStale(path string) error {
 		return nil
 	}
 	return fmt.Errorf("look at control socket: %w", err)
-}
-
-// cgroupRoot is where cgroup2 is mounted, on hosts with both hierarchies too.
-var cgroupRoots = []string{"/sys/fs/cgroup", "/sys/fs/cgroup/unified"}
-
-// besideCgroup is the cgroup of a relay: below the parent of the caller's own, or below the root if the caller is there.
-func besideCgroup(name string) (string, error) {
-	own, err := ownCgroup()
-	if err != nil {
-		return "", err
-	}
-	for _, root := range cgroupRoots {
-		var st unix.Statfs_t
-		if unix.Statfs(root, &st) != nil || st.Type != unix.CGROUP2_SUPER_MAGIC {
-			continue
-		}
-		// In the caller's cgroup namespace a parent may be out of sight ("/..").
-		return filepath.Join(root, filepath.Dir(filepath.Join("/", own)), "ebb-relay-"+name), nil
-	}
-	return "", errors.New("no cgroup2 is mounted")
 }

@@ -58,6 +58,7 @@ type config struct {
 	Health         *proxy.Health     `json:"health,omitempty"`
 	Parked         bool              `json:"parked,omitempty"`
 	Until          time.Time         `json:"until"`
+	OrphanFor      time.Duration     `json:"orphan_for,omitempty"`
 }
 
 // answer is what the relay says to a command.
