@@ -111,6 +111,28 @@ static __always_inline bool assign(struct bpf_sk_lookup *ctx, struct admission *
 	return false;
 }
 
+/*
+ * True for a connection of the backend's owner, whose relay stands in front of this very address
+ * and must reach what is behind it. Both are needed: a port alone is anybody's to choose, and an
+ * address of this host alone is every local client's. From outside neither address can come: the
+ * answer to a forged one stays here.
+ */
+static __always_inline bool bypasses(struct bpf_sk_lookup *ctx, struct backend *b)
+{
+	__u16 port = bpf_ntohs(ctx->remote_port);
+
+	if (b->bypass_hi == 0 || port < b->bypass_lo || port > b->bypass_hi)
+		return false;
+	if (ctx->family == AF_INET)
+		return ctx->remote_ip4 == ctx->local_ip4 ||
+		       (ctx->remote_ip4 & bpf_htonl(0xff000000)) == bpf_htonl(0x7f000000);
+	if (!(ctx->remote_ip6[0] | ctx->remote_ip6[1] | ctx->remote_ip6[2]) &&
+	    ctx->remote_ip6[3] == bpf_htonl(1))
+		return true;
+	return ctx->remote_ip6[0] == ctx->local_ip6[0] && ctx->remote_ip6[1] == ctx->local_ip6[1] &&
+	       ctx->remote_ip6[2] == ctx->local_ip6[2] && ctx->remote_ip6[3] == ctx->local_ip6[3];
+}
+
 SEC("sk_lookup")
 int admission(struct bpf_sk_lookup *ctx)
 {
@@ -141,6 +163,8 @@ int admission(struct bpf_sk_lookup *ctx)
 	}
 	if (bpf_ktime_get_boot_ns() >= b->until)
 		return SK_PASS; /* no closed admission outlives its drain */
+	if (bypasses(ctx, b))
+		return SK_PASS; /* the relay's way to the backend itself */
 	if (b->action == ACTION_STEER) {
 		if (!assign(ctx, a))
 			return SK_PASS; /* no target left: the ordinary look-up */

@@ -42,13 +42,14 @@ type censusAlive struct {
 }
 
 type censusBackend struct {
-	_      structs.HostLayout
-	Action uint32
-	Mode   uint32
-	Gen    uint64
-	Until  uint64
-	Flags  uint32
-	Pad    uint32
+	_        structs.HostLayout
+	Action   uint32
+	Mode     uint32
+	Gen      uint64
+	Until    uint64
+	Flags    uint32
+	BypassLo uint16
+	BypassHi uint16
 }
 
 type censusCount struct {

@@ -369,7 +369,12 @@ struct backend {
 	__u64 gen;
 	__u64 until; /* boot clock, ns */
 	__u32 flags;
-	__u32 pad;
+	/*
+	 * Source ports, both inclusive, in host order: a connection from this host that comes from
+	 * one of them is its owner's own, and neither steered nor refused. 0, 0: none.
+	 */
+	__u16 bypass_lo;
+	__u16 bypass_hi;
 };
 
 struct alive {

@@ -61,6 +61,11 @@ type BackendRule struct {
 	// Standby says that targets are meant for ActionSteer alone: they can be set before the flip, which
 	// then is one write, and while the action is open they are left alone.
 	Standby bool
+	// Bypass is a range of source ports, both ends inclusive; a zero one is none. A connection from this
+	// host (from the very address that it goes to, or from a loopback one) that comes from one of them is
+	// neither steered nor refused. It is how a relay reaches the address that it stands in front of. It
+	// must bind to that address: a route may choose another of this host.
+	Bypass [2]uint16
 }
 
 // Address is a listening address in a network namespace. A v4-mapped IPv6 address is the same as the
@@ -103,7 +108,13 @@ func addressOf(k censusAddress) Address {
 // SetBackend writes the rule of a backend in one step: a connection whose SYN comes after it returned
 // meets the new rule.
 func (h *Host) SetBackend(id uint64, r BackendRule) error {
-	k := censusBackend{Action: uint32(r.Action), Gen: r.Gen, Until: uint64(max(r.Until, 0))}
+	if lo, hi := r.Bypass[0], r.Bypass[1]; lo > hi || lo == 0 && hi > 0 {
+		return fmt.Errorf("set rule of backend %d: %d to %d is no range of ports", id, lo, hi)
+	}
+	k := censusBackend{
+		Action: uint32(r.Action), Gen: r.Gen, Until: uint64(max(r.Until, 0)),
+		BypassLo: r.Bypass[0], BypassHi: r.Bypass[1],
+	}
 	if r.Enforce {
 		k.Mode = 1
 	}
@@ -132,6 +143,7 @@ func (h *Host) Backend(id uint64) (r BackendRule, ok bool, err error) {
 	return BackendRule{
 		Action: Action(k.Action), Enforce: k.Mode != 0, Gen: k.Gen,
 		Until: time.Duration(k.Until), Aside: k.Flags&backendAside != 0, Standby: k.Flags&backendStandby != 0,
+		Bypass: [2]uint16{k.BypassLo, k.BypassHi},
 	}, true, nil
 }
 
