@@ -34,6 +34,7 @@ func ownCgroup() (string, error) {
 }
 
 // besideCgroup is the cgroup of a relay: below the parent of the caller's own, or below the root if the caller is there.
+// Where the caller's is the root of a container's view there is none beside it.
 func besideCgroup(name string) (string, error) {
 	own, err := ownCgroup()
 	if err != nil {
@@ -43,7 +44,13 @@ func besideCgroup(name string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	// In the caller's cgroup namespace a parent may be out of sight ("/..").
+	if own == "/" {
+		// Every cgroup has this file but the real root (Documentation/admin-guide/cgroup-v2.rst).
+		if _, err := os.Stat(filepath.Join(root, "cgroup.type")); err == nil {
+			return "", errors.New("find a place for a cgroup: the caller's own is all that can be seen")
+		}
+	}
+	// A parent that is out of sight in the caller's cgroup namespace shows as "/..".
 	return filepath.Join(root, filepath.Dir(filepath.Join("/", own)), "ebb-relay-"+name), nil
 }
 

@@ -281,6 +281,12 @@ func (p *Process) Stop(ctx context.Context) error {
 
 // Kill ends the process at once: what it carries is reset on both sides.
 func (p *Process) Kill() error {
+	p.mu.Lock()
+	closed := p.closed
+	p.mu.Unlock()
+	if closed {
+		return fmt.Errorf("kill relay: %w", fs.ErrClosed)
+	}
 	var err error
 	raw, rerr := p.pidfd.SyscallConn()
 	if rerr != nil {
@@ -342,7 +348,7 @@ func (p *Process) watch() error {
 			ended = true
 			return true
 		})
-		if ended && p.place == PlaceCgroup {
+		if ended {
 			removeCgroup(p.name)
 		}
 	}()

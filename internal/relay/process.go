@@ -324,7 +324,7 @@ func (s *server) session(c *net.UnixConn) {
 	b := make([]byte, maxPacket)
 	for {
 		n, fds, err := receive(c, b)
-		if err != nil && n == 0 {
+		if err != nil && n <= 0 {
 			closeAll(fds)
 			if !errors.Is(err, io.EOF) && !errors.Is(err, net.ErrClosed) && !errors.Is(err, unix.ECONNRESET) {
 				s.log.Warn("read command", "err", err)

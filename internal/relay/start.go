@@ -97,7 +97,7 @@ func places(o Options) []site {
 		if run, err := exec.LookPath("systemd-run"); err == nil {
 			// A scope is made for the process that asks, which then becomes the command: descriptors and pid stay.
 			unit := "ebb-relay-" + o.Name + "-" + strconv.FormatInt(time.Now().UnixNano(), 36)
-			out = append(out, site{PlaceScope, append([]string{run, "--scope", "--quiet", "--collect", "--unit", unit, "--"}, self...), nil})
+			out = append(out, site{PlaceScope, append([]string{run, "--scope", "--quiet", "--collect", "--no-ask-password", "--unit", unit, "--"}, self...), nil})
 		}
 	}
 	if dir, err := besideCgroup(o.Name); err == nil {
