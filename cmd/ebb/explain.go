@@ -186,8 +186,8 @@ func (x explanation) drainItems(item func(string, string, ...any), now time.Time
 	if d.Retired > 0 {
 		item("retired", "%s closed one by one", plural(d.Retired, "idle connection"))
 	}
-	if d.Late != nil && d.Late.Admitted+d.Late.Refused > 0 {
-		item("late", "%d admitted, %d refused since the backend was told to stop", d.Late.Admitted, d.Late.Refused)
+	if d.Late != nil && d.Late.Any() {
+		item("late", "%s since the backend was told to stop", lateWords(*d.Late))
 	}
 }
 
@@ -276,6 +276,32 @@ func because(reason string) string {
 		return ""
 	}
 	return ": " + reason
+}
+
+// lateWords says what became of late connections, without what did not happen.
+func lateWords(l api.Late) string {
+	var parts []string
+	for _, p := range []struct {
+		n    int64
+		what string
+	}{
+		{l.Admitted, "admitted"}, {l.Refused, "refused"}, {l.Redirected, "redirected"}, {l.Adopted, "out of the accept queue"},
+		{value(l.Carried), "being carried"}, {value(l.Parked), "held"}, {l.Failed, "not carried"},
+		{l.Health, "health checks turned away"}, {l.Ended, "ended at the deadline"},
+	} {
+		if p.n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", p.n, p.what))
+		}
+	}
+	return strings.Join(parts, ", ")
+}
+
+// value is a number that may not be known, as none.
+func value(n *int64) int64 {
+	if n == nil {
+		return 0
+	}
+	return *n
 }
 
 // whyChosen is what on_new was set to, where that was not the answer itself, and why.

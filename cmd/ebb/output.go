@@ -42,7 +42,7 @@ func (w *word) String() string { return w.value }
 // Type implements pflag.Value; it is what help shows.
 func (w *word) Type() string { return strings.Join(w.known, "|") }
 
-// onNewFlag is --on-new. Values that this version does not have yet say so.
+// onNewFlag is --on-new.
 type onNewFlag struct{ value drain.OnNew }
 
 // Set implements pflag.Value.
@@ -58,7 +58,7 @@ func (f *onNewFlag) Set(s string) error {
 func (f *onNewFlag) String() string { return string(f.value) }
 
 // Type implements pflag.Value.
-func (f *onNewFlag) Type() string { return "auto|admit|refuse" }
+func (f *onNewFlag) Type() string { return "auto|steer|relay|hold|admit|refuse" }
 
 func addOutput(cmd *cobra.Command, w *word) {
 	cmd.Flags().VarP(w, "output", "o", "how to show it")

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"net/url"
 	"os"
 	"slices"
@@ -38,6 +39,8 @@ type runFlags struct {
 	notify, flush, ready, mode, datapath, api string
 	metrics, report, bpffs                    string
 	listen, stopSignals                       []string
+	peers, healthFrom                         []string
+	healthPath                                string
 	exclude                                   []uint
 	grace, flushTimeout, reserve, quietPeriod time.Duration
 	admitFor, idleAfter, closeSpread          time.Duration
@@ -52,6 +55,7 @@ func newRunCmd(env *environment) *cobra.Command {
 		Long:  runLong,
 		Example: `  ebb run --protocol http1 -- nginx -g 'daemon off;'
   ebb run --name api --listen :8080 --grace 40s --report /var/log/api-drain.json -- ./server
+  ebb run --service web --peer 192.0.2.10:8080 --health-path /healthz -- ./server
   ebb run --on-new refuse --notify signal:SIGQUIT -- ./server`,
 		Args: cobra.ArbitraryArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -80,7 +84,10 @@ func newRunCmd(env *environment) *cobra.Command {
 	fl.StringVar(&f.idle, "idle", "", "idle connections: ignore, wait or close (default: close for http1, ignore for opaque)")
 	fl.DurationVar(&f.idleAfter, "idle-after", drain.DefaultIdleAfter, "under opaque: idle after this long without data either way")
 	f.onNew.value = drain.OnNewAuto
-	fl.Var(&f.onNew, "on-new", "late connections: auto, admit or refuse")
+	fl.Var(&f.onNew, "on-new", "late connections: auto, steer, relay, hold, admit or refuse")
+	fl.StringArrayVar(&f.peers, "peer", nil, "`ADDR:PORT` of another backend of the service, to which late connections can be relayed (repeatable)")
+	fl.StringArrayVar(&f.healthFrom, "health-from", nil, "`CIDR` from which a balancer's health checks come: when late they are reset (repeatable)")
+	fl.StringVar(&f.healthPath, "health-path", "", "`path` of a balancer's health checks: when late they are answered with 503")
 	fl.StringVar(&f.onDeadline, "on-deadline", string(drain.OnDeadlineCut), "what is left at the deadline: cut, reset or leave")
 	fl.DurationVar(&f.closeSpread, "close-spread", 0, "spread the cuts over this window")
 	fl.StringVar(&f.notify, "notify", "", "tell CMD that it is draining: `signal:NAME[@begin|@settled]`")
@@ -158,6 +165,9 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 			return o, usagef("--ready %q: want a URL such as http://127.0.0.1:8081/healthz", f.ready)
 		}
 	}
+	if err := f.late(&o); err != nil {
+		return o, err
+	}
 	for _, s := range f.stopSignals {
 		sig, err := agent.ParseSignal(s)
 		if err != nil {
@@ -166,6 +176,32 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 		o.StopSignals = append(o.StopSignals, sig)
 	}
 	return o, f.hooks(&o)
+}
+
+// late reads what is said of late connections.
+func (f *runFlags) late(o *agent.RunOptions) error {
+	for _, s := range f.peers {
+		ap, err := netip.ParseAddrPort(s)
+		if err != nil || ap.Port() == 0 || ap.Addr().IsUnspecified() {
+			return usagef("--peer %q: want ADDR:PORT with a numeric address, such as 192.0.2.10:80 or [2001:db8::10]:80", s)
+		}
+		o.Peers = append(o.Peers, ap)
+	}
+	for _, s := range f.healthFrom {
+		p, err := netip.ParsePrefix(s)
+		if err != nil {
+			addr, aerr := netip.ParseAddr(s)
+			if aerr != nil {
+				return usagef("--health-from %q: want an address or a prefix, such as 192.0.2.0/28", s)
+			}
+			p = netip.PrefixFrom(addr, addr.BitLen())
+		}
+		o.HealthFrom = append(o.HealthFrom, p.Masked())
+	}
+	if o.HealthPath = f.healthPath; o.HealthPath != "" && (o.HealthPath[0] != '/' || strings.ContainsAny(o.HealthPath, " \t\r\n?#")) {
+		return usagef("--health-path %q: want a path that begins with / and has no query", o.HealthPath)
+	}
+	return nil
 }
 
 // maxPorts is how many ports a watch in the kernel holds.

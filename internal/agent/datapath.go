@@ -68,6 +68,20 @@ type datapath interface {
 	refuse(ctx context.Context, covered []listener, aside bool, until time.Duration) error
 	// admit opens it again.
 	admit() error
+	// steer sends the new connections of the covered listeners to targets, in one write. targets are by the listener's
+	// address, or under the zero address for all the others; nil leaves them as they are. The rule ends by itself at
+	// until, and before that when no target is left.
+	steer(ctx context.Context, covered []listener, targets map[netip.AddrPort][]uint64, until time.Duration) error
+	// target makes a listening socket of the namespace one that can be steered to.
+	target(fd int, sp *space) (cookie uint64, err error)
+	// steering tells whether connections are steered, and until when; an earlier owner may have begun it.
+	steering() (until time.Duration, ok bool)
+	// steered counts the connections that were sent to a target so far; ok is false where none can be.
+	steered() (n uint64, ok bool)
+	// refusing tells whether admission is closed for good.
+	refusing() bool
+	// disown takes connections that this process has accepted out of the backend's counts.
+	disown(fds []int) error
 	// mark tells the kernel that a drain runs, so that it sends zero events and a successor finds the deadline.
 	mark(begun, deadline time.Duration) error
 	unmark() error

@@ -37,6 +37,8 @@ type kernelDatapath struct {
 	root  int
 	sps   []*space
 	taken map[netip.AddrPort]error // addresses whose rule another backend has
+	// targets are those of steer; nil if none were set by this process.
+	targets map[netip.AddrPort][]uint64
 	// unseen says why connections may be open that are in no count yet; "" if none can be.
 	unseen string
 
@@ -65,7 +67,7 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 	}
 	k := &kernelDatapath{
 		opts: o.BPF, host: host, id: o.ID, gen: o.Gen, log: o.Log,
-		rule:  bpf.BackendRule{Action: bpf.ActionOpen, Enforce: o.Enforce, Gen: o.Gen},
+		rule:  bpf.BackendRule{Action: bpf.ActionOpen, Enforce: o.Enforce, Gen: o.Gen, Standby: true},
 		w:     bpf.Watch{Backend: o.ID, Gen: o.Gen, Only: o.Only, Exclude: o.Exclude},
 		hintc: make(chan hint, 16), taken: map[netip.AddrPort]error{},
 	}
@@ -399,7 +401,7 @@ func (k *kernelDatapath) broken() string {
 func (k *kernelDatapath) closed() bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	return k.rule.Action == bpf.ActionRefuse
+	return k.rule.Action != bpf.ActionOpen
 }
 
 // missed counts the listeners of this host that found a map full, and so are in no list at all. Whose they were cannot
@@ -434,6 +436,9 @@ func (k *kernelDatapath) cover(l listener) error {
 		}
 	}
 	err := k.host.Admit(bpf.Address{NetNS: l.netns, AddrPort: l.addr}, l.v6only, k.id)
+	if _, steering := k.steering(); steering && err == nil {
+		err = k.setTargets([]listener{l})
+	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if errors.Is(err, bpf.ErrTaken) {
@@ -621,6 +626,78 @@ func (k *kernelDatapath) refuse(ctx context.Context, covered []listener, aside b
 		return err
 	}
 	return k.setRule(func(r *bpf.BackendRule) { r.Action, r.Until, r.Aside = bpf.ActionRefuse, until, aside })
+}
+
+func (k *kernelDatapath) steer(ctx context.Context, covered []listener, targets map[netip.AddrPort][]uint64, until time.Duration) error {
+	if !k.host.HasAdmission() {
+		return errUnguarded
+	}
+	k.mu.Lock()
+	taken := len(k.taken)
+	if targets != nil {
+		k.targets = targets
+	}
+	k.mu.Unlock()
+	if taken > 0 {
+		return fmt.Errorf("%w: %d of its addresses are shared with another backend", errUnguarded, taken)
+	}
+	if err := k.shadow(ctx, covered); err != nil {
+		return err
+	}
+	if err := k.setTargets(covered); err != nil {
+		return err
+	}
+	return k.setRule(func(r *bpf.BackendRule) { r.Action, r.Until, r.Standby = bpf.ActionSteer, until, true })
+}
+
+// setTargets says where the listeners' connections go while the rule steers. Until then nothing follows it.
+func (k *kernelDatapath) setTargets(ls []listener) error {
+	k.mu.Lock()
+	targets := k.targets
+	k.mu.Unlock()
+	if targets == nil {
+		return nil
+	}
+	for _, l := range ls {
+		to, ok := targets[l.addr]
+		if !ok {
+			to = targets[netip.AddrPort{}]
+		}
+		if err := k.host.SetTargets(bpf.Address{NetNS: l.netns, AddrPort: l.addr}, to[:min(len(to), bpf.MaxTargets)]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// target stays in the kernel's map of targets until its socket closes: another backend may steer to it too.
+func (k *kernelDatapath) target(fd int, sp *space) (uint64, error) {
+	return k.host.AddTarget(fd, sp.id)
+}
+
+func (k *kernelDatapath) steering() (time.Duration, bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.rule.Until, k.rule.Action == bpf.ActionSteer
+}
+
+func (k *kernelDatapath) steered() (uint64, bool) {
+	a, err := k.host.Listeners(k.id)
+	return a.Steered, err == nil
+}
+
+func (k *kernelDatapath) refusing() bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.rule.Action == bpf.ActionRefuse
+}
+
+func (k *kernelDatapath) disown(fds []int) error {
+	_, err := k.host.Disown(fds)
+	if errors.Is(err, bpf.ErrNotSupported) {
+		return nil // they stay counted until they close, and the drain waits for them
+	}
+	return err
 }
 
 func (k *kernelDatapath) setRule(change func(*bpf.BackendRule)) error {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"sync"
 	"time"
 
@@ -78,6 +79,16 @@ func (w *walkDatapath) mark(_, _ time.Duration) error { return nil }
 func (w *walkDatapath) refuse(context.Context, []listener, bool, time.Duration) error {
 	return errUnguarded
 }
+
+func (w *walkDatapath) steer(context.Context, []listener, map[netip.AddrPort][]uint64, time.Duration) error {
+	return errUnguarded
+}
+
+func (w *walkDatapath) target(int, *space) (uint64, error) { return 0, errUnguarded }
+func (w *walkDatapath) steering() (time.Duration, bool)    { return 0, false }
+func (w *walkDatapath) steered() (uint64, bool)            { return 0, false }
+func (w *walkDatapath) refusing() bool                     { return false }
+func (w *walkDatapath) disown([]int) error                 { return nil }
 
 func (w *walkDatapath) compare(context.Context) ([]drift, bool, bool, error) {
 	return nil, false, false, nil

@@ -51,6 +51,7 @@ type history struct {
 	openDrain *drain.Record // begun and not ended, with the latest deadline and phase
 	flushed   bool          // openDrain's flush was journalled
 	torn      bool          // a torn last line was cut off
+	late      *lateRecord   // what happens to late connections, nil if nothing was said
 }
 
 // openJournal opens or makes the journal at path and reads its history. ErrJournal means that the file holds
@@ -146,7 +147,15 @@ func (h *history) apply(body []byte) error {
 			return fmt.Errorf("decode run: %w", err)
 		}
 		h.lastRun, h.lastGen = &r, max(h.lastGen, r.Gen)
-		h.openDrain, h.flushed = nil, false
+		h.openDrain, h.flushed, h.late = nil, false, nil
+		return nil
+	}
+	if head.Type == "late" {
+		var r lateRecord
+		if err := json.Unmarshal(body, &r); err != nil {
+			return fmt.Errorf("decode late: %w", err)
+		}
+		h.late = &r
 		return nil
 	}
 	var r drain.Record

@@ -70,6 +70,9 @@ func (r *runner) account(ctx context.Context, e drain.Event) {
 		if d.Late != nil {
 			r.metrics.LateConnections(r.o.Service, metrics.LateAdmit, metrics.LateOK, int(d.Late.Admitted))
 			r.metrics.LateConnections(r.o.Service, metrics.LateRefuse, metrics.LateOK, int(d.Late.Refused))
+			if s.OnNew == drain.OnNewSteer {
+				r.metrics.LateConnections(r.o.Service, metrics.LateSteer, metrics.LateOK, int(d.Late.Redirected))
+			}
 		}
 	}
 }

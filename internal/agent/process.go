@@ -49,6 +49,19 @@ type process struct {
 	once sync.Once
 	done chan struct{}
 	exit exit
+
+	mu    sync.Mutex
+	apart map[int]bool // processes below us that are not CMD's
+}
+
+// leaveOut says that a process below us is not CMD's: it is neither looked at, nor signalled, nor ended with it.
+func (p *process) leaveOut(pid int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.apart == nil {
+		p.apart = map[int]bool{}
+	}
+	p.apart[pid] = true
 }
 
 func (p *process) finish(e exit) {
@@ -105,9 +118,11 @@ func (p *process) descendants() []int {
 	if err != nil {
 		return nil
 	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	pids := make([]int, 0, len(tree))
 	for _, q := range tree {
-		if q.PID != os.Getpid() {
+		if q.PID != os.Getpid() && !p.apart[q.PID] {
 			pids = append(pids, q.PID)
 		}
 	}

@@ -27,6 +27,7 @@ import (
 	"github.com/ebbproxy/ebb/internal/api"
 	"github.com/ebbproxy/ebb/internal/metrics"
 	"github.com/ebbproxy/ebb/probes"
+	"github.com/ebbproxy/ebb/proxy"
 )
 
 // Events that a run adds to those of its drains.
@@ -63,6 +64,10 @@ type RunOptions struct {
 	Listen  []netip.AddrPort
 	Exclude []uint16
 	Ready   string // URL
+
+	Peers      []netip.AddrPort // backends to which late connections can be relayed
+	HealthFrom []netip.Prefix   // sources of a balancer's health checks
+	HealthPath string           // their path
 
 	Policy      drain.Policy
 	Mode        drain.Mode       // default enforce
@@ -308,6 +313,9 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	if err := dp.watch(ctx, proc.pid); err != nil && ctx.Err() == nil {
 		r.degraded("the listeners of CMD cannot be followed: " + err.Error())
 	}
+	if adopted {
+		r.b.late.resume(ctx, past.late)
+	}
 	if r.machine, err = drain.New(r.machineOptions(past, adopted)); err != nil {
 		return ExitFailure, errors.Join(err, proc.killAll())
 	}
@@ -336,6 +344,7 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	r.loop(ctx, sigs, proc)
 
 	code = r.finish(ctx, proc)
+	r.b.late.close()
 	closeAPI()
 	cancel()
 	r.wg.Wait()
@@ -445,7 +454,16 @@ func (r *runner) backend(proc *process, dp datapath, j *journal, adopted bool) *
 		held: map[uint64]*probes.Held{},
 	}
 	b.ready.Store(true)
+	b.late = newLate(b, r.lateOptions())
 	return b
+}
+
+func (r *runner) lateOptions() lateOptions {
+	o := lateOptions{name: r.o.Name, service: r.o.Service, runDir: r.o.RunDir, sock: r.paths.sock, peers: r.o.Peers}
+	if len(r.o.HealthFrom) > 0 || r.o.HealthPath != "" {
+		o.health = &proxy.Health{From: r.o.HealthFrom, Path: r.o.HealthPath}
+	}
+	return o
 }
 
 func (r *runner) machineOptions(past history, adopted bool) drain.Options {

@@ -111,7 +111,7 @@ func (r *runner) view(ctx context.Context, closer bool) api.Backend {
 	v.Counts, v.CountsKnown, v.CountsAt = api.CountsOf(counts), counts.Known, &at
 	v.InFlight = api.InFlightOf(counts, r.eff.Policy.Idle)
 	r.sockets(&v, closer)
-	v.Warnings = append(v.Warnings, r.b.dp.warnings()...)
+	v.Warnings = append(append(v.Warnings, r.b.dp.warnings()...), r.b.late.warnings()...)
 	if s.ID != "" {
 		d := r.drainView(s)
 		v.Drain = &d
@@ -408,6 +408,6 @@ func (r *runner) drainView(s drain.Status) api.Drain {
 	if s.Cut != nil {
 		d.Cut = &api.Cut{Method: p.OnDeadline, Graceful: int64(s.Cut.Graceful), Destroyed: int64(s.Cut.Destroyed), Left: int64(s.Cut.Left), InFlight: int64(s.Cut.InFlight), Note: s.Cut.Note}
 	}
-	d.Late = r.b.late()
+	d.Late = r.b.lateView(s)
 	return d
 }

@@ -35,6 +35,7 @@ type backend struct {
 	emit          func(drain.Event)
 	boot          func() time.Duration
 	metrics       *metrics.Metrics
+	late          *late
 
 	ready   atomic.Bool
 	flushed atomic.Bool // the flush signal has been sent: an exit from now on was asked for
@@ -120,7 +121,9 @@ func (b *backend) take(ls []listener) {
 			covered[l.cookie] = l
 		}
 	}
-	b.dismiss(covered)
+	if !b.late.redirecting() {
+		b.dismiss(covered)
+	} // else connections go elsewhere, also after the application has closed
 	b.all, b.why, b.covered, b.aside = ls, reasons, covered, aside && n > 0
 }
 
@@ -248,7 +251,9 @@ func (b *backend) OpenAdmission(context.Context) error {
 	b.mu.Lock()
 	b.refusing = false
 	b.mu.Unlock()
-	return errors.Join(b.dp.admit(), b.dp.unmark())
+	err := errors.Join(b.dp.admit(), b.dp.unmark())
+	b.late.open()
+	return err
 }
 
 // Settled implements drain.World.
@@ -414,14 +419,19 @@ func (b *backend) begun(r drain.Record) {
 	}
 }
 
-// late counts the connections that came after the backend was told to stop; nil when no drain has begun here.
-func (b *backend) late() *api.Late {
+// lateView counts the connections that came after the backend was told to stop.
+func (b *backend) lateView(s drain.Status) *api.Late {
 	b.mu.Lock()
 	admitted := int64(b.accepted) - int64(b.atBegin)
 	b.mu.Unlock()
-	refused, ok := b.dp.refused()
-	if !ok {
-		return &api.Late{Admitted: max(0, admitted)}
+	v := &api.Late{Admitted: max(0, admitted), Ended: int64(s.LateEnded)}
+	if refused, ok := b.dp.refused(); ok {
+		v.Refused = refused
 	}
-	return &api.Late{Admitted: max(0, admitted), Refused: refused}
+	b.late.view(v)
+	if c := s.LateCounts; c != nil && c.Known {
+		carried, parked := int64(c.Carried), int64(c.Parked)
+		v.Carried, v.Parked = &carried, &parked
+	}
+	return v
 }

@@ -167,15 +167,13 @@ func (r *ExtendRequest) check() error {
 	return checkReason(r.Reason)
 }
 
-// CheckOnNew refuses a value of on_new that does not exist, or that this version does not have yet.
+// CheckOnNew refuses a value of on_new that does not exist.
 func CheckOnNew(v drain.OnNew) error {
 	switch v {
-	case drain.OnNewAuto, drain.OnNewAdmit, drain.OnNewRefuse:
+	case drain.OnNewAuto, drain.OnNewSteer, drain.OnNewRelay, drain.OnNewHold, drain.OnNewAdmit, drain.OnNewRefuse:
 		return nil
-	case drain.OnNewSteer, drain.OnNewRelay, drain.OnNewHold:
-		return fmt.Errorf("%s is not available in this version; use admit or refuse", v)
 	}
-	return fmt.Errorf("%q is none of auto, admit, refuse", string(v))
+	return fmt.Errorf("%q is none of auto, steer, relay, hold, admit, refuse", string(v))
 }
 
 // CheckOnDeadline refuses a value of on_deadline that does not exist.

@@ -163,7 +163,7 @@ func TestServerRefuses(t *testing.T) {
 		{"no content type", "POST", "/v1/backends/web/drain", "", "{}", 415, "application/json", ""},
 		{"unknown member", "POST", "/v1/backends/web/drain", jsonType, `{"grce":"1s"}`, 400, "grce", "grce"},
 		{"not JSON", "POST", "/v1/backends/web/drain", jsonType, `grace`, 400, "JSON object", ""},
-		{"steer", "POST", "/v1/backends/web/drain", jsonType, `{"on_new":"steer"}`, 400, "not available in this version", "on_new"},
+		{"drop", "POST", "/v1/backends/web/drain", jsonType, `{"on_new":"drop"}`, 400, "none of auto", "on_new"},
 		{"no by", "POST", "/v1/backends/web/extend", jsonType, `{}`, 400, "required", "by"},
 		{"too large", "POST", "/v1/backends/web/drain", jsonType, `{"reason":"` + strings.Repeat("x", 70<<10) + `"}`, 413, "65536", ""},
 		{"stale", "POST", "/v1/backends/web/drain", jsonType, `{"gen":6}`, 409, "nothing was done", ""},

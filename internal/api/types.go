@@ -293,7 +293,23 @@ type Cut struct {
 type Late struct {
 	Admitted int64 `json:"admitted"`
 	Refused  int64 `json:"refused"`
+	// Redirected went to a sibling or to the relay, as the kernel counts them: a SYN that was sent again counts twice.
+	Redirected int64 `json:"redirected"`
+	// Adopted were given to the relay out of the accept queue.
+	Adopted int64 `json:"adopted"`
+	// Carried and Parked are at the relay now; nil if that is not known.
+	Carried *int64 `json:"carried"`
+	Parked  *int64 `json:"parked"`
+	// Relayed, Failed and Health are over at the relay: carried to an end, not carried, turned away as health checks.
+	Relayed int64 `json:"relayed"`
+	Failed  int64 `json:"failed"`
+	Health  int64 `json:"health"`
+	// Ended were still carried or parked at the deadline.
+	Ended int64 `json:"ended"`
 }
+
+// Any says whether any connection arrived late.
+func (l Late) Any() bool { return l.Admitted+l.Refused+l.Redirected+l.Adopted > 0 }
 
 // DrainRequest asks for a drain. The zero value means the backend's own policy.
 type DrainRequest struct {

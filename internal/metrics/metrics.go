@@ -56,6 +56,10 @@ type LateAction string
 const (
 	LateAdmit  LateAction = "admit"
 	LateRefuse LateAction = "refuse"
+	LateSteer  LateAction = "steer"  // to a sibling; what became of it there is not seen
+	LateRelay  LateAction = "relay"  // carried, those out of an accept queue among them
+	LateHold   LateAction = "hold"   // parked first
+	LateHealth LateAction = "health" // turned away as a health check
 )
 
 // LateResult says what became of the action.
@@ -88,7 +92,7 @@ var (
 		drain.FlushOK, drain.FlushTimeout, drain.FlushFailed, drain.FlushUnknown, drain.FlushWould,
 	}
 	cutMethods  = []CutMethod{CutShutdown, CutDestroy}
-	lateActions = []LateAction{LateAdmit, LateRefuse}
+	lateActions = []LateAction{LateAdmit, LateRefuse, LateSteer, LateRelay, LateHold, LateHealth}
 	lateResults = []LateResult{LateOK, LateFailed}
 )
 
@@ -123,6 +127,7 @@ type Metrics struct {
 	durations    *prometheus.HistogramVec
 	cut          *prometheus.CounterVec
 	late         *prometheus.CounterVec
+	held         *prometheus.GaugeVec
 	flushes      *prometheus.CounterVec
 	staleSignals *prometheus.CounterVec
 	audits       prometheus.Counter
@@ -175,6 +180,9 @@ func New(o Options) (*Metrics, error) {
 		late: counter("ebb_late_connections_total",
 			"Connections that arrived after their backend was told to stop, by what was done with them.",
 			"service", "action", "result"),
+		held: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "ebb_held_connections", Help: "Late connections that are parked until a successor listens.",
+		}, []string{"service"}),
 		flushes: counter("ebb_flushes_total", "Flushes sent to applications, by why and how they ended.",
 			"service", "reason", "result"),
 		staleSignals: counter("ebb_stale_signals_total", "Commands for a generation that was over; nothing was done.",
@@ -198,7 +206,7 @@ func New(o Options) (*Metrics, error) {
 		m.SetFeature(name, on)
 	}
 	for _, c := range []prometheus.Collector{
-		m.drains, m.durations, m.cut, m.late, m.flushes, m.staleSignals, m.audits, m.drift, m.feature, build,
+		m.drains, m.durations, m.cut, m.late, m.held, m.flushes, m.staleSignals, m.audits, m.drift, m.feature, build,
 		(*snapshot)(m),
 	} {
 		if err := m.registry.Register(c); err != nil {
@@ -265,6 +273,7 @@ func (m *Metrics) register(k key) *entry {
 		}
 	}
 	m.staleSignals.WithLabelValues(s)
+	m.held.WithLabelValues(s)
 	return e
 }
 
@@ -304,6 +313,11 @@ func (m *Metrics) ConnectionsCut(service string, method CutMethod, n int) {
 // LateConnections counts n connections that arrived late.
 func (m *Metrics) LateConnections(service string, action LateAction, result LateResult, n int) {
 	m.late.WithLabelValues(label(service), string(action), string(result)).Add(float64(max(n, 0)))
+}
+
+// HeldConnections says how many late connections are parked now.
+func (m *Metrics) HeldConnections(service string, n int) {
+	m.held.WithLabelValues(label(service)).Set(float64(max(n, 0)))
 }
 
 // Flushed counts one flush that has ended.
@@ -438,7 +452,7 @@ func (m *Metrics) look(now []api.Backend) {
 			delete(m.services, s)
 			for _, v := range []interface {
 				DeletePartialMatch(prometheus.Labels) int
-			}{m.drains, m.durations, m.cut, m.late, m.flushes, m.staleSignals} {
+			}{m.drains, m.durations, m.cut, m.late, m.held, m.flushes, m.staleSignals} {
 				v.DeletePartialMatch(prometheus.Labels{"service": s})
 			}
 		}

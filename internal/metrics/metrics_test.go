@@ -232,6 +232,7 @@ func TestSeriesExistFromRegistration(t *testing.T) {
 	m.ConnectionsCut("shop", CutDestroy, 3)
 	m.ConnectionsCut("shop", CutShutdown, -1)
 	m.LateConnections("shop", LateAdmit, LateOK, 7)
+	m.HeldConnections("shop", 3)
 	m.CensusAudited(0)
 	m.CensusAudited(-2)
 	s.set(backend(drain.StateServing, drain.Counts{Known: true}))
@@ -254,8 +255,10 @@ func TestSeriesExistFromRegistration(t *testing.T) {
 		`ebb_connections_cut_total{method="shutdown",service="shop"}`:                "0",
 		`ebb_late_connections_total{action="admit",result="ok",service="shop"}`:      "7",
 		`ebb_late_connections_total{action="refuse",result="failed",service="shop"}`: "0",
-		`ebb_census_audits_total`: "2",
-		`ebb_census_drift_total`:  "2",
+		`ebb_late_connections_total{action="hold",result="failed",service="shop"}`:   "0",
+		`ebb_held_connections{service="shop"}`:                                       "3",
+		`ebb_census_audits_total`:                                                    "2",
+		`ebb_census_drift_total`:                                                     "2",
 	})
 }
 
@@ -324,7 +327,7 @@ func TestNames(t *testing.T) {
 		"ebb_backend_state", "ebb_build_info", "ebb_census_audits_total", "ebb_census_drift_total", "ebb_connections",
 		"ebb_connections_cut_total", "ebb_connections_in_flight", "ebb_counts_known", "ebb_drain_deadline_timestamp_seconds",
 		"ebb_drain_duration_seconds", "ebb_drain_survivors", "ebb_drains_total", "ebb_feature", "ebb_flushes_total",
-		"ebb_late_connections_total", "ebb_mode", "ebb_stale_signals_total",
+		"ebb_held_connections", "ebb_late_connections_total", "ebb_mode", "ebb_stale_signals_total",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %v, want %v", got, want)
