@@ -58,7 +58,7 @@ func (r *runner) account(ctx context.Context, e drain.Event) {
 	case drain.EventStale:
 		r.metrics.StaleSignal(r.o.Service)
 	case drain.EventEnd:
-		s := r.machine.Status()
+		s := r.life().machine.Status()
 		if s.ID != e.Drain {
 			return
 		}
@@ -80,12 +80,12 @@ func (r *runner) account(ctx context.Context, e drain.Event) {
 // audits compares the census with a walk while the drain runs: at once, and every 30 s.
 func (r *runner) audits(ctx context.Context) {
 	for r.draining() {
-		if _, err := r.b.audit(ctx); err != nil && ctx.Err() == nil {
+		if _, err := r.life().b.audit(ctx); err != nil && ctx.Err() == nil {
 			r.log.Warn("audit", "err", err)
 		}
 		select {
 		case <-time.After(auditEvery):
-		case <-r.machine.Done():
+		case <-r.life().machine.Done():
 			return
 		case <-ctx.Done():
 			return
@@ -120,7 +120,7 @@ func (r *runner) live(ctx context.Context) {
 			return
 		case <-tick.C:
 		}
-		s := r.machine.Status()
+		s := r.life().machine.Status()
 		if s.ID == "" || s.Over() {
 			if shown {
 				fmt.Fprint(r.o.Progress, "\r\x1b[K")

@@ -20,44 +20,45 @@ import (
 )
 
 // loop lives as long as CMD: it answers signals, kernel hints and the end of a drain.
-func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal, proc *process) {
+func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal) {
+	proc := r.life().proc
 	every := time.NewTicker(cookieWindow / 2)
 	defer every.Stop()
-	r.b.cookies.sample(time.Now())
-	if err := r.b.refresh(ctx); err != nil {
+	r.life().b.cookies.sample(time.Now())
+	if err := r.life().b.refresh(ctx); err != nil {
 		r.log.Warn("look for listeners", "err", err)
 	}
 	// Without the kernel's hints the first listener is looked for; later ones are found by the next look.
 	find := time.NewTicker(findEvery)
 	defer find.Stop()
-	if r.b.dp.guarded() {
+	if r.life().b.dp.guarded() {
 		find.Stop()
 	}
-	over, exited := r.machine.Done(), proc.exited()
+	over, exited := r.life().machine.Done(), proc.exited()
 	for {
 		select {
 		case <-find.C:
-			if err := r.b.refresh(ctx); err != nil && !errors.Is(err, probes.ErrGone) {
+			if err := r.life().b.refresh(ctx); err != nil && !errors.Is(err, probes.ErrGone) {
 				r.log.Warn("look for listeners", "err", err)
 			}
-			if len(r.b.listening()) > 0 {
+			if len(r.life().b.listening()) > 0 {
 				find.Stop()
 			}
 		case s := <-sigs:
 			if sig, ok := s.(syscall.Signal); ok {
 				r.signal(ctx, sig, proc)
 			}
-		case h := <-r.b.dp.hints():
+		case h := <-r.life().b.dp.hints():
 			if h == hintZero {
-				r.machine.Zero()
+				r.life().machine.Zero()
 				continue
 			}
-			if err := r.b.refresh(ctx); err != nil {
+			if err := r.life().b.refresh(ctx); err != nil {
 				r.log.Warn("look for listeners", "err", err)
 			}
-			r.b.lift()
+			r.life().b.lift()
 		case <-every.C:
-			r.b.cookies.sample(time.Now())
+			r.life().b.cookies.sample(time.Now())
 		case <-exited:
 			// A drain that runs comes to its outcome first: the kernel may still be delivering the last bytes.
 			exited = nil
@@ -65,10 +66,10 @@ func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal, proc *process)
 				r.end(ctx, proc)
 				return
 			}
-			r.machine.Exited(r.ended(proc))
+			r.life().machine.Exited(r.ended(proc))
 		case <-over:
-			if r.machine.Status().Outcome == drain.OutcomeCancelled {
-				over = r.machine.Done()
+			if r.life().machine.Status().Outcome == drain.OutcomeCancelled {
+				over = r.life().machine.Done()
 				continue
 			}
 			if r.o.Mode != drain.ModeEnforce && exited != nil {
@@ -88,7 +89,7 @@ const findEvery = 200 * time.Millisecond
 
 // ended says what was wrong with the way CMD ended; nil if it was asked to, or ended well by itself.
 func (r *runner) ended(proc *process) error {
-	if r.b.flushed.Load() || (proc.exit.known && proc.exit.code == 0) {
+	if r.life().b.flushed.Load() || (proc.exit.known && proc.exit.code == 0) {
 		return nil
 	}
 	return fmt.Errorf("process %d ended: %s", proc.pid, proc.exit)
@@ -113,7 +114,7 @@ func (r *runner) end(ctx context.Context, proc *process) {
 const killWait = 5 * time.Second
 
 func (r *runner) draining() bool {
-	s := r.machine.Status()
+	s := r.life().machine.Status()
 	return s.State == drain.StateDraining || s.State == drain.StateFlushing
 }
 
@@ -170,7 +171,7 @@ func (r *runner) signal(ctx context.Context, sig syscall.Signal, proc *process) 
 	case 1:
 		r.begin(ctx, sig)
 	case 2:
-		s := r.machine.Status()
+		s := r.life().machine.Status()
 		r.log.Warn("already draining; a third stop signal ends it by force", "in_flight", describe(s), "deadline", s.Deadline.Format(time.RFC3339))
 		r.emit(drain.Event{Type: EventSignal, Drain: s.ID, Message: "already draining: " + describe(s) + " left, until " + s.Deadline.Format(time.TimeOnly) + "; once more ends it by force"})
 	default:
@@ -187,11 +188,11 @@ func (r *runner) signal(ctx context.Context, sig syscall.Signal, proc *process) 
 func (r *runner) begin(ctx context.Context, sig syscall.Signal) {
 	// A flip waits for nothing but a map write, yet under SYN cookies it takes 2 s: signals must be heard meanwhile.
 	go func() {
-		_, err := r.machine.Begin(ctx, drain.Request{Gen: r.gen, Cause: drain.CauseSignal, Policy: r.eff.Policy, By: unix.SignalName(sig), Force: true})
+		_, err := r.life().machine.Begin(ctx, drain.Request{Gen: r.life().gen, Cause: drain.CauseSignal, Policy: r.eff.Policy, By: unix.SignalName(sig), Force: true})
 		if err != nil && ctx.Err() == nil {
 			// Not even the drain can start: CMD must still stop.
 			r.log.Error("begin drain; CMD gets its stop signal without one", "err", err)
-			if err := r.b.proc.signal(r.o.Flush); err != nil {
+			if err := r.life().b.proc.signal(r.o.Flush); err != nil {
 				r.log.Error("send stop signal", "err", err)
 			}
 		}
@@ -222,7 +223,7 @@ func (r *runner) forward(sig syscall.Signal, proc *process) {
 
 // finish works out the exit code and writes the report.
 func (r *runner) finish(ctx context.Context, proc *process) int {
-	s := r.machine.Status()
+	s := r.life().machine.Status()
 	r.mu.Lock()
 	// Under observe CMD ends as it would have without us.
 	requested := r.o.Mode == drain.ModeEnforce && (r.stopping > 0 || (s.ID != "" && s.Outcome != drain.OutcomeCancelled))
@@ -264,7 +265,7 @@ func (r *runner) report(ctx context.Context, proc *process, code int) error {
 		b.Listeners, b.NotCovered = r.had.Listeners, r.had.NotCovered
 		r.mu.Unlock()
 	}
-	body, err := json.MarshalIndent(Report{Name: r.o.Name, Service: r.o.Service, Gen: r.gen, Exit: proc.exit.String(), Code: code, Backend: b}, "", "  ")
+	body, err := json.MarshalIndent(Report{Name: r.o.Name, Service: r.o.Service, Gen: r.life().gen, Exit: proc.exit.String(), Code: code, Backend: b}, "", "  ")
 	if err != nil {
 		return fmt.Errorf("encode report: %w", err)
 	}

@@ -17,6 +17,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -106,12 +107,11 @@ var nameOK = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$`)
 type runner struct {
 	o       RunOptions
 	log     *slog.Logger
-	id, gen uint64
+	id      uint64
 	started time.Time
 	events  *api.Log
 	metrics *metrics.Metrics
-	b       *backend
-	machine *drain.Machine
+	current atomic.Pointer[incarnation]
 	eff     drain.Effective
 	lock    *os.File
 	paths   paths
@@ -269,10 +269,11 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	proc := r.survivor(past)
 	adopted := proc != nil
 	r.id = backendID(r.o.Name)
-	r.gen = max(past.lastGen+1, uint64(time.Now().Unix()))
+	inc := &incarnation{gen: max(past.lastGen+1, uint64(time.Now().Unix()))}
 	if adopted {
-		r.gen = past.lastRun.Gen
+		inc.gen = past.lastRun.Gen
 	}
+	r.current.Store(inc)
 	dp, err := r.datapath(adopted)
 	if err != nil {
 		return ExitFailure, err
@@ -300,30 +301,15 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 			return ExitFailure, err
 		}
 	}
-	defer func() { err = errors.Join(err, proc.close()) }()
-	defer r.wg.Wait()
-	defer cancel()
-	r.wg.Go(func() { proc.watch(ctx) })
-	if !adopted {
-		if err := j.restart(run{Version: journalVersion, Type: "run", Name: r.o.Name, Gen: r.gen, Backend: r.id, PID: proc.pid, Start: proc.start, BootID: bootID(), Argv: r.o.Argv}); err != nil {
-			r.log.Warn("journal run: a restart could not adopt CMD", "err", err)
-		}
+	if _, err = r.incarnate(ctx, inc.gen, proc, dp, j, past, adopted); err != nil {
+		return ExitFailure, errors.Join(err, proc.killAll(), proc.close())
 	}
-	r.b = r.backend(proc, dp, j, adopted)
-	if err := dp.watch(ctx, proc.pid); err != nil && ctx.Err() == nil {
-		r.degraded("the listeners of CMD cannot be followed: " + err.Error())
-	}
-	if adopted {
-		r.b.late.resume(ctx, past.late)
-	}
-	if r.machine, err = drain.New(r.machineOptions(past, adopted)); err != nil {
-		return ExitFailure, errors.Join(err, proc.killAll())
-	}
-	r.wg.Go(func() {
-		if err := r.machine.Run(ctx); err != nil && ctx.Err() == nil {
-			r.log.Error("drain machine", "err", err)
-		}
-	})
+	defer func() { err = errors.Join(err, r.life().proc.close()) }()
+	defer func() {
+		cancel()
+		r.life().end()
+		r.wg.Wait()
+	}()
 	closeAPI, err := r.serve(ctx)
 	if err != nil {
 		return ExitFailure, errors.Join(err, proc.killAll())
@@ -341,12 +327,13 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	}
 	r.wg.Go(func() { r.follow(ctx) })
 
-	r.loop(ctx, sigs, proc)
+	r.loop(ctx, sigs)
 
-	code = r.finish(ctx, proc)
-	r.b.late.close()
+	code = r.finish(ctx, r.life().proc)
+	r.life().b.late.close()
 	closeAPI()
 	cancel()
+	r.life().end()
 	r.wg.Wait()
 	removed = true
 	if cerr := dp.close(true); cerr != nil {
@@ -378,7 +365,7 @@ func (r *runner) datapath(adopted bool) (datapath, error) {
 	}
 	cov := r.coverage()
 	k, err := newKernelDatapath(kernelOptions{
-		BPF: bpf.Options{Dir: r.o.BPFFS, Log: r.log}, ID: r.id, Gen: r.gen, Enforce: r.o.Mode == drain.ModeEnforce,
+		BPF: bpf.Options{Dir: r.o.BPFFS, Log: r.log}, ID: r.id, Gen: r.life().gen, Enforce: r.o.Mode == drain.ModeEnforce,
 		Only: portsOnly(cov.only), Exclude: cov.exclude, Adopt: adopted, Log: r.log, Dead: deadBackends(r.paths.dir),
 	})
 	if err == nil {
@@ -444,11 +431,11 @@ func (r *runner) coverage() coverage {
 	return c
 }
 
-func (r *runner) backend(proc *process, dp datapath, j *journal, adopted bool) *backend {
+func (r *runner) backend(gen uint64, proc *process, dp datapath, j *journal, adopted bool) *backend {
 	b := &backend{
 		name: r.o.Name, service: r.o.Service, policy: r.eff.Policy, cov: r.coverage(),
 		notify: r.o.Notify, flush: r.o.Flush, proc: proc, dp: dp, journal: j, cookies: &cookieWatch{},
-		log: r.log.With("backend", r.o.Name, "gen", r.gen), emit: r.emit, boot: bpf.BootNow, metrics: r.metrics,
+		log: r.log.With("backend", r.o.Name, "gen", gen), emit: r.emit, boot: bpf.BootNow, metrics: r.metrics,
 		covered: map[uint64]listener{}, why: map[uint64]string{}, mustSee: adopted,
 		cls:  probes.NewClassifier(probes.ClassifierOptions{Protocol: string(r.eff.Policy.Protocol), IdleAfter: r.eff.Policy.IdleAfter}),
 		held: map[uint64]*probes.Held{},
@@ -466,10 +453,10 @@ func (r *runner) lateOptions() lateOptions {
 	return o
 }
 
-func (r *runner) machineOptions(past history, adopted bool) drain.Options {
+func (r *runner) machineOptions(gen uint64, b *backend, past history, adopted bool) drain.Options {
 	o := drain.Options{
-		Backend: r.o.Name, Service: r.o.Service, Gen: r.gen, Mode: r.o.Mode, Unguarded: !r.b.dp.guarded(),
-		World: r.b, Log: r.log, Boot: bpf.BootNow, Notify: r.o.Notify != 0,
+		Backend: r.o.Name, Service: r.o.Service, Gen: gen, Mode: r.o.Mode, Unguarded: !b.dp.guarded(),
+		World: b, Log: r.log, Boot: bpf.BootNow, Notify: r.o.Notify != 0,
 	}
 	if adopted && past.openDrain != nil {
 		o.Resume = past.openDrain
@@ -513,7 +500,7 @@ func (r *runner) degraded(msg string) {
 func (r *runner) emit(e drain.Event) {
 	e.Service, e.Backend = r.o.Service, r.o.Name
 	if e.Gen == 0 {
-		e.Gen = r.gen
+		e.Gen = r.life().gen
 	}
 	if e.Time.IsZero() {
 		e.Time = time.Now()

@@ -91,17 +91,17 @@ func (r *runner) mine(name string) error {
 
 // view is one look at the backend. closer also names what is not covered, which takes a walk of its own.
 func (r *runner) view(ctx context.Context, closer bool) api.Backend {
-	s := r.machine.Status()
+	s := r.life().machine.Status()
 	v := api.Backend{
-		Name: r.o.Name, Service: r.o.Service, Gen: r.gen, State: s.State, Ready: r.BackendReady(ctx, r.o.Name) == nil,
+		Name: r.o.Name, Service: r.o.Service, Gen: r.life().gen, State: s.State, Ready: r.BackendReady(ctx, r.o.Name) == nil,
 		Mode: r.o.Mode, Protocol: r.eff.Policy.Protocol, OnNew: r.onNew(s),
-		Datapath: api.Datapath(r.b.dp.name()), Guarded: r.b.dp.guarded(), PID: r.b.proc.pid,
+		Datapath: api.Datapath(r.life().b.dp.name()), Guarded: r.life().b.dp.guarded(), PID: r.life().b.proc.pid,
 		Owner: api.Owner{PID: os.Getpid(), Started: r.started},
 	}
 	counts, at := s.Counts, s.CountsAt
 	if !r.draining() || at.IsZero() {
 		// Outside a drain nobody looks, so look now.
-		c, err := r.b.Look(ctx)
+		c, err := r.life().b.Look(ctx)
 		if err != nil {
 			c = drain.Counts{}
 			v.Warnings = append(v.Warnings, "counts are unknown: "+err.Error())
@@ -111,7 +111,7 @@ func (r *runner) view(ctx context.Context, closer bool) api.Backend {
 	v.Counts, v.CountsKnown, v.CountsAt = api.CountsOf(counts), counts.Known, &at
 	v.InFlight = api.InFlightOf(counts, r.eff.Policy.Idle)
 	r.sockets(&v, closer)
-	v.Warnings = append(append(v.Warnings, r.b.dp.warnings()...), r.b.late.warnings()...)
+	v.Warnings = append(append(v.Warnings, r.life().b.dp.warnings()...), r.life().b.late.warnings()...)
 	if s.ID != "" {
 		d := r.drainView(s)
 		v.Drain = &d
@@ -121,23 +121,23 @@ func (r *runner) view(ctx context.Context, closer bool) api.Backend {
 
 // sockets fills in the listeners and what is not covered. closer is that of view.
 func (r *runner) sockets(v *api.Backend, closer bool) {
-	r.b.mu.Lock()
-	for _, l := range r.b.all {
+	r.life().b.mu.Lock()
+	for _, l := range r.life().b.all {
 		if !l.live {
 			continue
 		}
-		_, covered := r.b.covered[l.cookie]
+		_, covered := r.life().b.covered[l.cookie]
 		proto := "tcp"
 		if l.mptcp {
 			proto = "mptcp"
 		}
-		v.Listeners = append(v.Listeners, api.Listener{Address: l.addr.String(), Protocol: proto, PID: l.pid, Covered: covered, Why: r.b.why[l.cookie]})
+		v.Listeners = append(v.Listeners, api.Listener{Address: l.addr.String(), Protocol: proto, PID: l.pid, Covered: covered, Why: r.life().b.why[l.cookie]})
 		if !covered {
-			v.NotCovered = append(v.NotCovered, api.NotCovered{What: proto + " " + l.addr.String(), Why: r.b.why[l.cookie]})
+			v.NotCovered = append(v.NotCovered, api.NotCovered{What: proto + " " + l.addr.String(), Why: r.life().b.why[l.cookie]})
 		}
 	}
-	known := slices.Clone(r.b.all)
-	r.b.mu.Unlock()
+	known := slices.Clone(r.life().b.all)
+	r.life().b.mu.Unlock()
 	if closer {
 		for _, l := range r.unwatched(known) {
 			v.Listeners = append(v.Listeners, l)
@@ -151,8 +151,8 @@ func (r *runner) sockets(v *api.Backend, closer bool) {
 // unwatched lists the TCP listeners of CMD that the datapath was told to leave alone, which it therefore does not know.
 func (r *runner) unwatched(known []listener) []api.Listener {
 	var out []api.Listener
-	for _, sp := range r.b.dp.spaces() {
-		found, err := probes.Listeners(sp.diag, r.b.proc.descendants())
+	for _, sp := range r.life().b.dp.spaces() {
+		found, err := probes.Listeners(sp.diag, r.life().b.proc.descendants())
 		if err != nil {
 			r.log.Debug("list listeners", "err", err)
 			continue
@@ -161,7 +161,7 @@ func (r *runner) unwatched(known []listener) []api.Listener {
 			if slices.ContainsFunc(known, func(l listener) bool { return l.cookie == f.Cookie }) {
 				continue
 			}
-			l := api.Listener{Address: f.Local.String(), Protocol: f.Protocol, PID: f.PID, Why: r.b.cov.split([]listener{{addr: f.Local}})[0]}
+			l := api.Listener{Address: f.Local.String(), Protocol: f.Protocol, PID: f.PID, Why: r.life().b.cov.split([]listener{{addr: f.Local}})[0]}
 			if l.Why == "" {
 				l.Why = "the census does not see it"
 			}
@@ -184,8 +184,8 @@ func (r *runner) onNew(s drain.Status) api.OnNewChoice {
 
 func (r *runner) notCovered() []api.NotCovered {
 	var out []api.NotCovered
-	for _, sp := range r.b.dp.spaces() {
-		us, err := probes.NotCovered(sp.diag, r.b.proc.descendants())
+	for _, sp := range r.life().b.dp.spaces() {
+		us, err := probes.NotCovered(sp.diag, r.life().b.proc.descendants())
 		if err != nil {
 			out = append(out, api.NotCovered{What: "UDP and Unix listeners", Why: "not known: " + err.Error()})
 			continue
@@ -202,7 +202,7 @@ func (r *runner) Stragglers(ctx context.Context, name string, n int) ([]api.Stra
 	if err := r.mine(name); err != nil {
 		return nil, err
 	}
-	vs, err := r.b.classify(ctx, r.b.coveredMap())
+	vs, err := r.life().b.classify(ctx, r.life().b.coveredMap())
 	if err != nil {
 		return nil, err
 	}
@@ -265,7 +265,7 @@ func (r *runner) Drain(ctx context.Context, name string, q api.DrainRequest) (ap
 	if err != nil {
 		return api.Drain{}, fmt.Errorf("%w: %w", api.ErrNotPossible, err)
 	}
-	s, err := r.machine.Begin(ctx, drain.Request{Gen: q.Gen, Cause: drain.CauseOperator, Policy: eff.Policy, Deadline: deadline, Reason: q.Reason, By: q.By})
+	s, err := r.life().machine.Begin(ctx, drain.Request{Gen: q.Gen, Cause: drain.CauseOperator, Policy: eff.Policy, Deadline: deadline, Reason: q.Reason, By: q.By})
 	return r.answer(s, err)
 }
 
@@ -274,7 +274,7 @@ func (r *runner) Undrain(ctx context.Context, name string, q api.UndrainRequest)
 	if err := r.mine(name); err != nil {
 		return api.Drain{}, err
 	}
-	return r.answer(r.machine.Undrain(ctx, q.Gen, q.By))
+	return r.answer(r.life().machine.Undrain(ctx, q.Gen, q.By))
 }
 
 // Extend implements api.Source. Whoever kills us at a time of its own has not told it: the operator is believed.
@@ -282,7 +282,7 @@ func (r *runner) Extend(ctx context.Context, name string, q api.ExtendRequest) (
 	if err := r.mine(name); err != nil {
 		return api.Drain{}, err
 	}
-	return r.answer(r.machine.Extend(ctx, q.Gen, time.Duration(q.Extra), time.Time{}, q.By))
+	return r.answer(r.life().machine.Extend(ctx, q.Gen, time.Duration(q.Extra), time.Time{}, q.By))
 }
 
 // Cut implements api.Source.
@@ -290,7 +290,7 @@ func (r *runner) Cut(ctx context.Context, name string, q api.CutRequest) (api.Dr
 	if err := r.mine(name); err != nil {
 		return api.Drain{}, err
 	}
-	return r.answer(r.machine.Cut(ctx, q.Gen, q.By))
+	return r.answer(r.life().machine.Cut(ctx, q.Gen, q.By))
 }
 
 func (r *runner) answer(s drain.Status, err error) (api.Drain, error) {
@@ -312,7 +312,7 @@ func (r *runner) Drains(context.Context) []api.Drain {
 	r.mu.Lock()
 	ds := slices.Clone(r.drains)
 	r.mu.Unlock()
-	if s := r.machine.Status(); s.ID != "" && !slices.ContainsFunc(ds, func(d api.Drain) bool { return d.ID == s.ID }) {
+	if s := r.life().machine.Status(); s.ID != "" && !slices.ContainsFunc(ds, func(d api.Drain) bool { return d.ID == s.ID }) {
 		ds = append(ds, r.drainView(s))
 	}
 	slices.Reverse(ds)
@@ -338,18 +338,18 @@ func (r *runner) BackendReady(ctx context.Context, name string) error {
 		return err
 	}
 	select {
-	case <-r.b.proc.exited():
+	case <-r.life().b.proc.exited():
 		return fmt.Errorf("%w: %s has ended", api.ErrNotReady, name)
 	default:
 	}
-	if !r.b.ready.Load() {
+	if !r.life().b.ready.Load() {
 		return fmt.Errorf("%w: %s is draining", api.ErrNotReady, name)
 	}
-	if len(r.b.listening()) == 0 {
-		if err := r.b.refresh(ctx); err != nil {
+	if len(r.life().b.listening()) == 0 {
+		if err := r.life().b.refresh(ctx); err != nil {
 			return fmt.Errorf("%w: %w", api.ErrNotReady, err)
 		}
-		if len(r.b.listening()) == 0 {
+		if len(r.life().b.listening()) == 0 {
 			return fmt.Errorf("%w: %s does not listen yet", api.ErrNotReady, name)
 		}
 	}
@@ -408,6 +408,6 @@ func (r *runner) drainView(s drain.Status) api.Drain {
 	if s.Cut != nil {
 		d.Cut = &api.Cut{Method: p.OnDeadline, Graceful: int64(s.Cut.Graceful), Destroyed: int64(s.Cut.Destroyed), Left: int64(s.Cut.Left), InFlight: int64(s.Cut.InFlight), Note: s.Cut.Note}
 	}
-	d.Late = r.b.lateView(s)
+	d.Late = r.life().b.lateView(s)
 	return d
 }
