@@ -78,11 +78,14 @@ func ServerMain(args []string, stdout, stderr io.Writer) int {
 //
 // and logs a line "listening ADDR" for each listener, "signal NAME" for each stop signal and "exit".
 type ServeOptions struct {
-	Listen      []string // default 127.0.0.1:0; repeated addresses need ReusePort
-	Name        string   // the X-Served-By header of every answer
-	Graceful    bool     // closes the listeners and waits for what is in flight at SIGTERM, SIGINT or SIGQUIT
-	Ignore      bool     // logs SIGTERM, SIGINT and SIGQUIT and goes on
-	MPTCP       bool     // as Go does by default since 1.24; false: plain TCP
+	Listen   []string // default 127.0.0.1:0; repeated addresses need ReusePort
+	Name     string   // the X-Served-By header of every answer
+	Graceful bool     // closes the listeners and waits for what is in flight at SIGTERM, SIGINT or SIGQUIT
+	// Patient is Graceful for all that was accepted. net/http's own Shutdown (Go 1.26) reads a request that comes
+	// after it on a connection accepted before it, and closes without an answer.
+	Patient     bool
+	Ignore      bool // logs SIGTERM, SIGINT and SIGQUIT and goes on
+	MPTCP       bool // as Go does by default since 1.24; false: plain TCP
 	ReusePort   bool
 	DeferAccept int           // seconds of TCP_DEFER_ACCEPT, tcp(7)
 	FastOpen    int           // queue length of TCP_FASTOPEN, tcp(7)
@@ -114,6 +117,7 @@ func ParseServerFlags(args []string, stderr io.Writer) (ServeOptions, error) {
 	})
 	fs.StringVar(&o.Name, "name", "", "value of the X-Served-By header")
 	fs.BoolVar(&o.Graceful, "graceful", false, "finish what is in flight at a stop signal")
+	fs.BoolVar(&o.Patient, "patient", false, "answer all that was accepted at a stop signal")
 	fs.BoolVar(&o.Ignore, "ignore-signals", false, "log stop signals and go on")
 	fs.BoolVar(&o.MPTCP, "mptcp", false, "listen with MPTCP, as Go does by default")
 	fs.BoolVar(&o.ReusePort, "reuseport", false, "set SO_REUSEPORT")
@@ -142,6 +146,9 @@ type server struct {
 	requests atomic.Int64
 	answered atomic.Int64
 	flushes  atomic.Int64
+	open     atomic.Int64 // connections, if Patient
+
+	listeners []net.Listener
 
 	mu      sync.Mutex
 	signals []string
@@ -165,7 +172,7 @@ func Serve(ctx context.Context, o ServeOptions) error {
 	}
 	// Before the listeners, so that a signal which follows the log line is not missed.
 	signals := make(chan os.Signal, 16)
-	if o.Graceful || o.Ignore {
+	if o.Graceful || o.Patient || o.Ignore {
 		signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT, syscall.SIGQUIT)
 		defer signal.Stop(signals)
 	}
@@ -184,6 +191,9 @@ func Serve(ctx context.Context, o ServeOptions) error {
 		hs.Protocols.SetHTTP2(true)
 	}
 	hs.Protocols.SetUnencryptedHTTP2(o.H2C)
+	if o.Patient {
+		hs.ConnState = s.note
+	}
 
 	var listeners []net.Listener
 	for _, addr := range s.opts.Listen {
@@ -196,6 +206,7 @@ func Serve(ctx context.Context, o ServeOptions) error {
 		}
 		listeners = append(listeners, l)
 	}
+	s.listeners = listeners
 	ended := make(chan error, len(listeners))
 	for _, l := range listeners {
 		s.logf("listening %s", l.Addr())
@@ -228,7 +239,13 @@ func (s *server) untilStopped(ctx context.Context, hs *http.Server, signals <-ch
 				continue
 			}
 			shutdown := make(chan error, 1)
-			go func() { shutdown <- hs.Shutdown(ctx) }()
+			go func() {
+				if s.opts.Patient {
+					shutdown <- s.finish(ctx, hs, ended)
+				} else {
+					shutdown <- hs.Shutdown(ctx)
+				}
+			}()
 			for {
 				select {
 				case sig := <-signals:
@@ -239,6 +256,36 @@ func (s *server) untilStopped(ctx context.Context, hs *http.Server, signals <-ch
 			}
 		}
 	}
+}
+
+// note follows the connections: they are known before their listener's Serve returns.
+func (s *server) note(_ net.Conn, st http.ConnState) {
+	switch st {
+	case http.StateNew:
+		s.open.Add(1)
+	case http.StateHijacked, http.StateClosed:
+		s.open.Add(-1)
+	}
+}
+
+// finish closes the listeners and answers what was accepted. A connection closes behind its next answer, or at once
+// when it is idle.
+func (s *server) finish(ctx context.Context, hs *http.Server, ended <-chan error) error {
+	for _, l := range s.listeners {
+		_ = l.Close() // Serve tells how that went
+	}
+	for range s.listeners {
+		if err := <-ended; err != nil && !errors.Is(err, net.ErrClosed) {
+			return errors.Join(fmt.Errorf("serve: %w", err), hs.Close())
+		}
+	}
+	hs.SetKeepAlivesEnabled(false)
+	for s.open.Load() > 0 {
+		if err := pause(ctx, 5*time.Millisecond); err != nil {
+			return errors.Join(err, hs.Close())
+		}
+	}
+	return nil
 }
 
 func (s *server) noteSignal(sig os.Signal) {

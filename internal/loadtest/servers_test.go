@@ -230,6 +230,47 @@ func TestGoServerStopsAsTold(t *testing.T) {
 			t.Errorf("got %v, want exit code 0", err)
 		}
 	})
+	// A client that was accepted and has said nothing yet when the signal comes.
+	t.Run("patient", func(t *testing.T) {
+		c, addr, lines := startGo(t, "-patient")
+		early, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer early.Close()
+		waitStats(t, addr, func(s ServerStats) bool { return s.Accepted >= 2 })
+		if err := c.Process.Signal(syscall.SIGTERM); err != nil {
+			t.Fatal(err)
+		}
+		if !lines.Scan() || lines.Text() != "signal SIGTERM" {
+			t.Fatalf("got %q, want the signal", lines.Text())
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), limit)
+		defer cancel()
+		for { // until the listener has closed
+			late, err := net.Dial("tcp", addr)
+			if err != nil {
+				break
+			}
+			late.Close()
+			if err := pause(ctx, 5*time.Millisecond); err != nil {
+				t.Fatalf("it listens for a minute: %v", err)
+			}
+		}
+		if _, err := io.WriteString(early, "GET / HTTP/1.1\r\nHost: x\r\n\r\n"); err != nil {
+			t.Fatal(err)
+		}
+		answer, err := io.ReadAll(early)
+		if err != nil || !strings.Contains(string(answer), "200 OK") || !strings.HasSuffix(string(answer), "hello\n") {
+			t.Errorf("got %q, %v, want a whole answer and the end", answer, err)
+		}
+		if !lines.Scan() || lines.Text() != "exit" {
+			t.Errorf("got %q, want exit", lines.Text())
+		}
+		if err := c.Wait(); err != nil {
+			t.Errorf("got %v, want exit code 0", err)
+		}
+	})
 	t.Run("ignore", func(t *testing.T) {
 		c, addr, _ := startGo(t, "-ignore-signals")
 		if err := c.Process.Signal(syscall.SIGTERM); err != nil {
