@@ -479,6 +479,7 @@ enum event_type {
 	EVENT_LISTEN = 1,
 	EVENT_ZERO = 2,
 	EVENT_CLOSED = 3,
+	EVENT_SIGNAL = 4, /* the cookie is the signal's number */
 };
 
 struct event {
@@ -489,6 +490,15 @@ struct event {
 	__u64 cookie; /* the listener's */
 	__u64 time;   /* boot clock, ns */
 	__s64 open;   /* open and ending of that listener as the sender saw them */
+};
+
+/* What happens when a watched process is sent one of its stop signals. */
+struct early_rule {
+	__u64 start;   /* of the process, boot clock, ns */
+	__u64 signals; /* bit n is signal n + 1 */
+	__u64 backend;
+	__u64 span;	     /* ns for which the rule lasts */
+	struct backend rule; /* without its end */
 };
 
 enum error_kind {

@@ -24,13 +24,14 @@ const (
 	EventListen EventType = iota + 1 // a listener of the backend appeared
 	EventZero                        // it has no open connection left, or none in flight, during a drain
 	EventClosed                      // it closed
+	EventSignal                      // its process was sent a stop signal, and admission was closed early; see Early
 )
 
 // Event is a hint that a level has changed: read the level.
 type Event struct {
 	Type         EventType
 	Backend, Gen uint64
-	Cookie       uint64        // the listener's
+	Cookie       uint64        // the listener's; for EventSignal the signal's number
 	Time         time.Duration // boot clock
 	Open         int64         // open and ending connections of that listener
 }

@@ -108,12 +108,23 @@ func addressOf(k censusAddress) Address {
 // SetBackend writes the rule of a backend in one step: a connection whose SYN comes after it returned
 // meets the new rule.
 func (h *Host) SetBackend(id uint64, r BackendRule) error {
-	if lo, hi := r.Bypass[0], r.Bypass[1]; lo > hi || lo == 0 && hi > 0 {
-		return fmt.Errorf("set rule of backend %d: %d to %d is no range of ports", id, lo, hi)
+	k, err := r.kernel()
+	if err != nil {
+		return fmt.Errorf("set rule of backend %d: %w", id, err)
 	}
+	if err := h.maps.Backends.Put(id, &k); err != nil {
+		return fmt.Errorf("set rule of backend %d: %w", id, err)
+	}
+	return nil
+}
+
+func (r BackendRule) kernel() (censusBackend, error) {
 	k := censusBackend{
 		Action: uint32(r.Action), Gen: r.Gen, Until: uint64(max(r.Until, 0)),
 		BypassLo: r.Bypass[0], BypassHi: r.Bypass[1],
+	}
+	if lo, hi := r.Bypass[0], r.Bypass[1]; lo > hi || lo == 0 && hi > 0 {
+		return k, fmt.Errorf("%d to %d is no range of ports", lo, hi)
 	}
 	if r.Enforce {
 		k.Mode = 1
@@ -124,10 +135,7 @@ func (h *Host) SetBackend(id uint64, r BackendRule) error {
 	if r.Standby {
 		k.Flags |= backendStandby
 	}
-	if err := h.maps.Backends.Put(id, &k); err != nil {
-		return fmt.Errorf("set rule of backend %d: %w", id, err)
-	}
-	return nil
+	return k, nil
 }
 
 // Backend reads the rule of a backend; ok is false if it has none.
