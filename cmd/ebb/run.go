@@ -44,7 +44,7 @@ type runFlags struct {
 	exclude                                   []uint
 	grace, flushTimeout, reserve, quietPeriod time.Duration
 	admitFor, idleAfter, closeSpread          time.Duration
-	exitOnOutcome                             bool
+	exitOnOutcome, restartOnExit              bool
 }
 
 func newRunCmd(env *environment) *cobra.Command {
@@ -100,6 +100,7 @@ func newRunCmd(env *environment) *cobra.Command {
 	fl.StringVar(&f.metrics, "metrics", "", "`ADDR:PORT` for /metrics, /readyz and /livez over TCP")
 	fl.StringVar(&f.report, "report", "", "write what happened to `FILE` as JSON at the end")
 	fl.BoolVar(&f.exitOnOutcome, "exit-on-outcome", false, "exit with 3 if the drain expired, 4 if it was lost")
+	fl.BoolVar(&f.restartOnExit, "restart-on-exit", false, "start CMD again when it ends unasked; new connections wait meanwhile, 10s at most")
 	fl.StringVar(&f.bpffs, "bpffs", "", "`directory` in a bpffs for what is pinned (default: /sys/fs/bpf/ebb)")
 	complete(cmd, "protocol", []string{string(drain.ProtocolOpaque), string(drain.ProtocolHTTP1)})
 	complete(cmd, "idle", []string{string(drain.IdleIgnore), string(drain.IdleWait), string(drain.IdleClose)})
@@ -128,7 +129,7 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 	o = agent.RunOptions{
 		Name: f.name, Service: f.service, Argv: args, Env: os.Environ(), Stdin: stdin, Stdout: stdout, Stderr: stderr,
 		Ready: f.ready, Mode: drain.Mode(f.mode), Datapath: f.datapath, API: f.api, Metrics: f.metrics, Report: f.report,
-		ExitOnOutcome: f.exitOnOutcome, RunDir: env.runDir(), BPFFS: f.bpffs,
+		ExitOnOutcome: f.exitOnOutcome, RestartOnExit: f.restartOnExit, RunDir: env.runDir(), BPFFS: f.bpffs,
 		Terminal: terminal, Progress: stderr, Log: env.logger(terminal),
 		Policy: drain.Policy{
 			Protocol: drain.Protocol(f.protocol), OnNew: f.onNew.value, OnDeadline: drain.OnDeadline(f.onDeadline),

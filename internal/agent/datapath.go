@@ -49,6 +49,8 @@ type datapath interface {
 	warnings() []string
 	// watch takes the listeners that the process and its descendants open from now on, and adopts those it has.
 	watch(ctx context.Context, pid int) error
+	// renew makes what is watched from now on another generation's.
+	renew(gen uint64) error
 	// hints delivers until the datapath is closed. A hint may be dropped when nobody listens; levels never are.
 	hints() <-chan hint
 	// listeners lists those of the backend, with their counts. known is false when the counts cannot be trusted.

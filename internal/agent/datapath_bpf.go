@@ -23,7 +23,6 @@ type kernelDatapath struct {
 	opts bpf.Options
 	host *bpf.Host
 	id   uint64
-	gen  uint64
 	rule bpf.BackendRule
 	w    bpf.Watch
 	log  *slog.Logger
@@ -33,10 +32,12 @@ type kernelDatapath struct {
 	events *bpf.EventReader
 	wg     sync.WaitGroup
 
-	mu    sync.Mutex
-	root  int
-	sps   []*space
-	taken map[netip.AddrPort]error // addresses whose rule another backend has
+	mu   sync.Mutex
+	root int
+	// watched is root as the kernel numbers it.
+	watched uint32
+	sps     []*space
+	taken   map[netip.AddrPort]error // addresses whose rule another backend has
 	// targets are those of steer; nil if none were set by this process.
 	targets map[netip.AddrPort][]uint64
 	// unseen says why connections may be open that are in no count yet; "" if none can be.
@@ -52,7 +53,8 @@ type kernelOptions struct {
 	Enforce bool
 	Only    []uint16
 	Exclude []uint16
-	Adopt   bool // the backend is in the kernel already: keep its counts and rule
+	Bypass  [2]uint16 // source ports that the rule lets pass from this host; zero: none
+	Adopt   bool      // the backend is in the kernel already: keep its counts and rule
 	// Dead tells whether a backend's owner and its CMD are known to have died: what they left is removed.
 	Dead func(id uint64) bool
 	Log  *slog.Logger
@@ -66,8 +68,8 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 		return nil, err
 	}
 	k := &kernelDatapath{
-		opts: o.BPF, host: host, id: o.ID, gen: o.Gen, log: o.Log,
-		rule:  bpf.BackendRule{Action: bpf.ActionOpen, Enforce: o.Enforce, Gen: o.Gen, Standby: true},
+		opts: o.BPF, host: host, id: o.ID, log: o.Log,
+		rule:  bpf.BackendRule{Action: bpf.ActionOpen, Enforce: o.Enforce, Gen: o.Gen, Standby: true, Bypass: o.Bypass},
 		w:     bpf.Watch{Backend: o.ID, Gen: o.Gen, Only: o.Only, Exclude: o.Exclude},
 		hintc: make(chan hint, 16), taken: map[netip.AddrPort]error{},
 	}
@@ -80,6 +82,9 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 		return nil, err
 	} else if ok && o.Adopt {
 		k.rule = old
+		if o.Bypass != ([2]uint16{}) {
+			k.rule.Bypass = o.Bypass
+		}
 	} else {
 		if ok { // left by an owner that died with its CMD
 			if err := host.RemoveBackend(o.ID); err != nil {
@@ -111,18 +116,41 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 	if k.missedBase, err = k.missed(); err != nil {
 		return nil, err
 	}
-	// Everything that descends from us is CMD's: as a subreaper we are an ancestor of what CMD orphans too. CMD itself
-	// is watched as well, for the time when we are gone.
-	tgid, start, err := bpf.Self()
-	if err != nil {
-		return nil, err
-	}
-	w := k.w
-	w.NotSelf = true
-	if err := host.WatchProcess(tgid, start, w); err != nil {
+	if err := k.watchSelf(); err != nil {
 		return nil, err
 	}
 	return k, nil
+}
+
+// watchSelf watches all that descends from us, which is CMD's: as a subreaper we are an ancestor of what CMD orphans
+// too. CMD itself is watched as well, for the time when we are gone.
+func (k *kernelDatapath) watchSelf() error {
+	tgid, start, err := bpf.Self()
+	if err != nil {
+		return err
+	}
+	w := k.watchRule()
+	w.NotSelf = true
+	return k.host.WatchProcess(tgid, start, w)
+}
+
+func (k *kernelDatapath) watchRule() bpf.Watch {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.w
+}
+
+func (k *kernelDatapath) renew(gen uint64) error {
+	k.mu.Lock()
+	k.w.Gen = gen
+	last := k.watched
+	k.mu.Unlock()
+	err := k.setRule(func(r *bpf.BackendRule) { r.Gen = gen })
+	if last != 0 {
+		// Its number may be another process's soon.
+		err = errors.Join(err, k.host.UnwatchProcess(last))
+	}
+	return errors.Join(err, k.watchSelf())
 }
 
 // sweep removes the backends of the dead.
@@ -256,7 +284,10 @@ func (k *kernelDatapath) watch(ctx context.Context, pid int) error {
 	if err != nil {
 		return err
 	}
-	if err := k.host.WatchProcess(tgid, start, k.w); err != nil {
+	k.mu.Lock()
+	k.watched = tgid
+	k.mu.Unlock()
+	if err := k.host.WatchProcess(tgid, start, k.watchRule()); err != nil {
 		return err
 	}
 	return k.adopt(ctx, pid)
@@ -297,7 +328,8 @@ func (k *kernelDatapath) adoptOnce(pid int) (ls, conns int, err error) {
 	if err != nil {
 		return 0, 0, err
 	}
-	return k.host.Adopt(pidsOf(tree), bpf.AdoptTarget{Backend: k.id, Gen: k.gen, Only: k.w.Only, Exclude: k.w.Exclude})
+	w := k.watchRule()
+	return k.host.Adopt(pidsOf(tree), bpf.AdoptTarget{Backend: k.id, Gen: w.Gen, Only: w.Only, Exclude: w.Exclude})
 }
 
 func (k *kernelDatapath) setUnseen(why string) {
@@ -754,7 +786,7 @@ func (k *kernelDatapath) admit() error {
 }
 
 func (k *kernelDatapath) mark(begun, deadline time.Duration) error {
-	return k.host.SetDrain(k.id, bpf.DrainMark{Gen: k.gen, Begun: begun, Deadline: deadline, Draining: true})
+	return k.host.SetDrain(k.id, bpf.DrainMark{Gen: k.watchRule().Gen, Begun: begun, Deadline: deadline, Draining: true})
 }
 
 func (k *kernelDatapath) refused() (int64, bool) {

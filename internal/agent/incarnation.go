@@ -34,11 +34,17 @@ func (r *runner) incarnate(ctx context.Context, gen uint64, proc *process, dp da
 		}
 	}
 	inc.b = r.backend(gen, proc, dp, j, adopted)
+	if before := r.life().b; before != nil {
+		before.late.handOver(inc.b.late)
+	}
 	if err := dp.watch(ctx, proc.pid); err != nil && ctx.Err() == nil {
 		r.degraded("the listeners of CMD cannot be followed: " + err.Error())
 	}
 	if adopted {
 		inc.b.late.resume(ctx, past.late)
+		if past.openDrain == nil {
+			inc.b.late.keep.resume()
+		}
 	}
 	var err error
 	if inc.machine, err = drain.New(r.machineOptions(gen, inc.b, past, adopted)); err != nil {
@@ -51,6 +57,9 @@ func (r *runner) incarnate(ctx context.Context, gen uint64, proc *process, dp da
 		}
 	})
 	r.current.Store(inc)
+	if past.openDrain == nil {
+		inc.b.late.keep.begin()
+	}
 	return inc, nil
 }
 

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -34,15 +35,19 @@ type lateOptions struct {
 	health                *proxy.Health    // nil: health checks are like other connections
 	successor             bool             // CMD is started again when it ends: hold works
 	park                  proxy.ParkOptions
+	ports                 [2]uint16                   // source ports that the rule lets pass
+	keep                  bool                        // what comes while CMD is away waits for it
+	ready                 func(context.Context) error // of --ready; nil: none
 }
 
 // late is what a backend does with connections that come after its drain has begun. The drain calls the methods of
 // drain.LateWorld on the backend; goroutines of its own follow siblings, peers and the relay while a redirection is in
 // force, and empty the accept queue that the flip left.
 type late struct {
-	o   lateOptions
-	b   *backend
-	log *slog.Logger
+	o    lateOptions
+	b    *backend
+	log  *slog.Logger
+	keep *keep // nil unless connections wait for a CMD that is started again
 
 	ctx    context.Context // of the goroutines
 	cancel context.CancelFunc
@@ -73,7 +78,11 @@ type relayTotals struct{ ok, failed, health uint64 }
 
 func newLate(b *backend, o lateOptions) *late {
 	ctx, cancel := context.WithCancel(context.Background())
-	return &late{o: o, b: b, log: b.log, ctx: ctx, cancel: cancel, counted: map[proxy.Action]map[proxy.Result]uint64{}}
+	l := &late{o: o, b: b, log: b.log, ctx: ctx, cancel: cancel, counted: map[proxy.Action]map[proxy.Result]uint64{}}
+	if o.keep {
+		l.keep = &keep{l: l, ports: o.ports, ready: o.ready, holdFor: cmp.Or(o.park.For, proxy.DefaultParkFor)}
+	}
+	return l
 }
 
 // lateRecord is the journal's word of what is in force, by which the next owner goes on.
@@ -428,6 +437,9 @@ func listenAny(family int) (int, error) {
 		to = &unix.SockaddrInet6{}
 		err = unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 0)
 	}
+	// Its connections have the application's port. Without this, which they inherit, they would keep one that is started
+	// anew from binding to it (inet_csk_bind_conflict in net/ipv4/inet_connection_sock.c).
+	err = errors.Join(err, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1))
 	if err == nil {
 		err = unix.Bind(fd, to)
 	}
@@ -529,6 +541,16 @@ func (l *late) follow() {
 			l.step(ctx)
 		}
 	})
+}
+
+// unfollow ends follow.
+func (l *late) unfollow() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.stop != nil {
+		l.stop()
+		l.stop = nil
+	}
 }
 
 // step looks once.
@@ -744,11 +766,8 @@ func (l *late) open() {
 	l.mu.Lock()
 	was := l.how
 	l.how, l.why, l.own = "", "", nil
-	if l.stop != nil {
-		l.stop()
-		l.stop = nil
-	}
 	l.mu.Unlock()
+	l.unfollow()
 	if was == "" {
 		return
 	}
@@ -818,9 +837,11 @@ func (l *late) warnings() []string {
 
 // close lets the relay finish and gives it up.
 func (l *late) close() {
+	l.keep.end()
 	l.cancel()
 	l.letGo()
 	l.wg.Wait()
+	l.keep.letGo()
 	l.mu.Lock()
 	p := l.relay
 	l.mu.Unlock()

@@ -60,6 +60,14 @@ func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal) {
 		case <-every.C:
 			r.life().b.cookies.sample(time.Now())
 		case <-exited:
+			if r.restarts() {
+				if !r.restart(ctx, sigs) {
+					return
+				}
+				proc = r.life().proc
+				over, exited = r.life().machine.Done(), proc.exited()
+				continue
+			}
 			// A drain that runs comes to its outcome first: the kernel may still be delivering the last bytes.
 			exited = nil
 			if over == nil {

@@ -39,6 +39,8 @@ const (
 	EventListener = "listener.found"
 	// EventDegraded says what this host cannot do for the run; the message says what to do about it.
 	EventDegraded = "degraded"
+	// EventGuarded says that connections which come while CMD is away wait for it from now on; field address.
+	EventGuarded = "listener.guarded"
 	// EventSignal says that a signal was received; fields signal, forwarded.
 	EventSignal = "signal"
 )
@@ -69,6 +71,9 @@ type RunOptions struct {
 	Peers      []netip.AddrPort // backends to which late connections can be relayed
 	HealthFrom []netip.Prefix   // sources of a balancer's health checks
 	HealthPath string           // their path
+
+	// RestartOnExit starts CMD again when it ends without having been asked to; new connections wait meanwhile.
+	RestartOnExit bool
 
 	Policy      drain.Policy
 	Mode        drain.Mode       // default enforce
@@ -115,7 +120,11 @@ type runner struct {
 	eff     drain.Effective
 	lock    *os.File
 	paths   paths
-	wg      sync.WaitGroup // every goroutine that uses the datapath
+	ports   [2]uint16 // source ports from which our relay reaches CMD past the rule; zero: it never does
+
+	lastStart  time.Time      // of CMD; both are for the goroutine of loop alone
+	startsSoon int            // how many in a row ended soon
+	wg         sync.WaitGroup // every goroutine that uses the datapath
 
 	mu       sync.Mutex
 	stopping int  // stop signals received
@@ -160,7 +169,10 @@ func newRunner(o RunOptions) (*runner, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &runner{o: o, log: o.Log, eff: eff, started: time.Now()}
+	r := &runner{o: o, log: o.Log, eff: eff, started: time.Now(), lastStart: time.Now()}
+	if o.RestartOnExit {
+		r.ports = freePorts()
+	}
 	if err := r.claim(); err != nil {
 		return nil, err
 	}
@@ -366,7 +378,7 @@ func (r *runner) datapath(adopted bool) (datapath, error) {
 	cov := r.coverage()
 	k, err := newKernelDatapath(kernelOptions{
 		BPF: bpf.Options{Dir: r.o.BPFFS, Log: r.log}, ID: r.id, Gen: r.life().gen, Enforce: r.o.Mode == drain.ModeEnforce,
-		Only: portsOnly(cov.only), Exclude: cov.exclude, Adopt: adopted, Log: r.log, Dead: deadBackends(r.paths.dir),
+		Only: portsOnly(cov.only), Exclude: cov.exclude, Adopt: adopted, Log: r.log, Dead: deadBackends(r.paths.dir), Bypass: r.ports,
 	})
 	if err == nil {
 		return k, nil
@@ -441,12 +453,16 @@ func (r *runner) backend(gen uint64, proc *process, dp datapath, j *journal, ado
 		held: map[uint64]*probes.Held{},
 	}
 	b.ready.Store(true)
-	b.late = newLate(b, r.lateOptions())
+	b.late = newLate(b, r.lateOptions(dp))
 	return b
 }
 
-func (r *runner) lateOptions() lateOptions {
-	o := lateOptions{name: r.o.Name, service: r.o.Service, runDir: r.o.RunDir, sock: r.paths.sock, peers: r.o.Peers}
+func (r *runner) lateOptions(dp datapath) lateOptions {
+	o := lateOptions{name: r.o.Name, service: r.o.Service, runDir: r.o.RunDir, sock: r.paths.sock, peers: r.o.Peers, ports: r.ports}
+	o.keep = r.o.RestartOnExit && r.o.Mode == drain.ModeEnforce && dp.guarded()
+	if r.o.Ready != "" {
+		o.ready = func(ctx context.Context) error { return probes.Ready(ctx, r.o.Ready, readyTimeout) }
+	}
 	if len(r.o.HealthFrom) > 0 || r.o.HealthPath != "" {
 		o.health = &proxy.Health{From: r.o.HealthFrom, Path: r.o.HealthPath}
 	}

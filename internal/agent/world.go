@@ -198,7 +198,10 @@ func (b *backend) Journal(r drain.Record) error {
 		return err
 	}
 	switch r.Type {
-	case "begin", "shorten", "extend":
+	case "begin":
+		b.late.keep.yield()
+		b.begun(r)
+	case "shorten", "extend":
 		b.begun(r)
 	}
 	return nil
@@ -253,6 +256,7 @@ func (b *backend) OpenAdmission(context.Context) error {
 	b.mu.Unlock()
 	err := errors.Join(b.dp.admit(), b.dp.unmark())
 	b.late.open()
+	b.late.keep.begin()
 	return err
 }
 

@@ -381,7 +381,9 @@ type load struct {
 
 func (h *host) load(o loadtest.Options) *load {
 	h.t.Helper()
-	o.Dial = h.ns.DialContext
+	if o.Dial == nil {
+		o.Dial = h.ns.DialContext
+	}
 	g, err := loadtest.New(o)
 	if err != nil {
 		h.t.Fatal(err)

@@ -251,7 +251,8 @@ func (p *Process) Release(ctx context.Context, peers ...proxy.Peer) error {
 	return err
 }
 
-// Extend moves Options.Until: a later drain, or a longer one, uses the same relay.
+// Extend moves Options.Until to a later moment: another drain, or a longer one, uses the same relay. An earlier one
+// changes nothing.
 func (p *Process) Extend(ctx context.Context, until time.Time) error {
 	_, err := p.do(ctx, request{Op: opExtend, Until: until}, -1)
 	return err

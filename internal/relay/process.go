@@ -391,11 +391,10 @@ func (s *server) command(q request, fds *[]int) (*Stats, error) {
 		s.parking = s.parking && err != nil
 		return nil, err
 	case opExtend:
-		if q.Until.Before(s.until) {
-			return nil, fmt.Errorf("extend to %v, which is before %v", q.Until, s.until)
+		if q.Until.After(s.until) {
+			s.until = q.Until
+			s.changed()
 		}
-		s.until = q.Until
-		s.changed()
 		return nil, nil
 	case opStats:
 		return s.stats(), nil
