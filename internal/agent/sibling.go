@@ -5,9 +5,11 @@ package agent
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"slices"
 	"sync"
 	"time"
@@ -27,8 +29,9 @@ type sibling struct {
 const askSibling = 400 * time.Millisecond
 
 // siblings asks the other runs of this host which of them are ready and of the same service, and looks for their
-// listeners in the namespace. why says of those that are of no use what is in the way.
-func (l *late) siblings(ctx context.Context, sp *space) (sibs []sibling, why []string) {
+// listeners in the namespace. why says of those that are of no use what is in the way. silent says that one has not
+// answered in time, as on a busy host: whether it serves is not known.
+func (l *late) siblings(ctx context.Context, sp *space) (sibs []sibling, silent bool, why []string) {
 	found, err := api.Discover(ctx, l.o.runDir)
 	if err != nil {
 		why = append(why, "other runs cannot be asked: "+err.Error())
@@ -37,7 +40,9 @@ func (l *late) siblings(ctx context.Context, sp *space) (sibs []sibling, why []s
 	var wg sync.WaitGroup
 	for _, f := range found {
 		if f.Err != nil {
-			continue // its owner has died
+			// Refused: its owner has died.
+			silent = silent || isTimeout(f.Err)
+			continue
 		}
 		if f.Path == l.o.sock {
 			f.Client.Close()
@@ -51,6 +56,7 @@ func (l *late) siblings(ctx context.Context, sp *space) (sibs []sibling, why []s
 			mu.Lock()
 			defer mu.Unlock()
 			if err != nil {
+				silent = silent || isTimeout(err)
 				l.log.Debug("ask another run", "socket", f.Path, "err", err)
 				return
 			}
@@ -69,8 +75,15 @@ func (l *late) siblings(ctx context.Context, sp *space) (sibs []sibling, why []s
 	}
 	wg.Wait()
 	slices.SortFunc(sibs, func(a, b sibling) int { return cmp.Compare(a.name, b.name) })
+	if silent {
+		why = append(why, "a run on this host does not answer in time")
+	}
 	slices.Sort(why)
-	return sibs, why
+	return sibs, silent, why
+}
+
+func isTimeout(err error) bool {
+	return errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded)
 }
 
 func siblingOf(b api.Backend, sp *space) (s sibling, no string) {
