@@ -144,6 +144,7 @@ type plan struct {
 	whom   []string                             // the siblings' names
 	peers  []proxy.Peer                         // each was dialled
 	unable []string                             // why something cannot be used
+	silent bool                                 // a run on this host has not answered in time
 }
 
 // ChooseLate implements drain.LateWorld.
@@ -218,7 +219,8 @@ func (l *late) survey(ctx context.Context) plan {
 	}
 	p.space = sp
 	own := l.b.listening()
-	sibs, why := l.siblings(ctx, sp)
+	sibs, silent, why := l.siblings(ctx, sp)
+	p.silent = silent
 	p.unable = append(p.unable, why...)
 	var candidates []netip.AddrPort
 	p.steer, p.whom, candidates, why = match(own, sibs)
@@ -577,6 +579,9 @@ func (l *late) step(ctx context.Context) {
 			return
 		}
 	}
+	if how == drain.OnNewSteer && next.silent && len(next.steer) == 0 {
+		return // the kernel has let go of its listener if that has closed; else it is busy, and better than a refusal
+	}
 	l.mu.Lock()
 	last := l.plan
 	l.plan = next
@@ -602,7 +607,8 @@ func (l *late) resurvey(ctx context.Context, p *plan) bool {
 		return false
 	}
 	own := l.addresses()
-	sibs, _ := l.siblings(ctx, last.space)
+	sibs, silent, _ := l.siblings(ctx, last.space)
+	p.silent = silent
 	var candidates []netip.AddrPort
 	p.space = last.space
 	p.steer, p.whom, candidates, _ = match(own, sibs)
