@@ -73,7 +73,8 @@ type flow struct {
 // setup is what a connection needs until it is open.
 type setup struct {
 	tried []*peer
-	until int64 // a parked one's deadline, dials included
+	until int64 // a parked one's deadline, dials included; of another when it is not dialled again
+	slow  bool  // one of tried did not answer in time
 }
 
 // pipe is a pipe(2).

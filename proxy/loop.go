@@ -622,9 +622,10 @@ func (l *loop) dropServer(c *conn, errno unix.Errno) {
 	p.failed.Add(1)
 	l.r.dialFailures.Add(1)
 	if c.setup == nil {
-		c.setup = &setup{}
+		c.setup = &setup{until: l.now + int64(redialFor)}
 	}
 	c.setup.tried = append(c.setup.tried, p)
+	c.setup.slow = c.setup.slow || errno == unix.ETIMEDOUT
 	if !local(errno) {
 		l.r.judgePeer(p, fmt.Errorf("dial %v: %w", p.Address, errno))
 	}
@@ -648,9 +649,18 @@ func (l *loop) dialFailed(c *conn, errno unix.Errno) {
 	l.dial(c)
 }
 
+// redialFor is how long after its first failed dial a connection is dialled again where a peer did not answer. A peer
+// that is alive and crowded drops SYNs, and a client that had come to it directly would have waited.
+const redialFor = 10 * time.Second
+
 // noPeer is called when every peer has been tried. A parked connection goes back to the head of the queue and is tried
-// again until its time is over; any other is refused.
+// again until its time is over; any other is refused, unless a peer was silent and may only be crowded.
 func (l *loop) noPeer(c *conn) {
+	if !c.held && c.setup != nil && c.setup.slow && l.now < c.setup.until {
+		c.setup.tried, c.setup.slow = c.setup.tried[:0], false
+		l.dial(c)
+		return
+	}
 	if !c.held {
 		l.r.noPeer.Add(1)
 		l.end(c, ResultNoPeer)
