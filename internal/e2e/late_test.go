@@ -39,7 +39,7 @@ type departure struct {
 	// early is argv for when it hears of the stop at once, nil if that is argv. Go's own net/http.Server.Shutdown
 	// loses a request that it reads after it, which nobody but the server can mend.
 	early func(t *testing.T, name string, port int) []string
-	full bool           // it accepts more slowly than connections come: its accept queue is full
+	full  bool // it accepts more slowly than connections come: its accept queue is full
 	// mptcp: servers and clients speak MPTCP. Such a listener cannot be steered to, so the relay carries.
 	mptcp bool
 	rate  float64 // new connections per second, to both and on both address families
@@ -85,13 +85,17 @@ func (d departure) leaving(t *testing.T, early bool) []string {
 	return argv
 }
 
-func (d departure) lan(t *testing.T) *lan {
+// crowd makes short the backlog of the instance that start begins, if it is to be full, and of no other.
+func (d departure) crowd(t *testing.T, n *lan, start func()) {
 	t.Helper()
-	n := newLAN(t)
-	if d.full {
-		setSysctl(t, n.ns, "core/somaxconn", "128")
+	if !d.full {
+		start()
+		return
 	}
-	return n
+	setSysctl(t, n.ns, "core/somaxconn", "128")
+	start()
+	listens(t, n.ns, leavingPort)
+	setSysctl(t, n.ns, "core/somaxconn", "4096")
 }
 
 // load is what the balancer sends, to both instances by IPv4 and IPv6 in turn.
@@ -232,8 +236,9 @@ func signalName(s syscall.Signal) string {
 
 // nothing is the departure without Ebb. It shows that the load would notice.
 func (d departure) nothing(t *testing.T) {
-	n := d.lan(t)
-	leaving := program(t, n.ns, d.leaving(t, true)...)
+	n := newLAN(t)
+	var leaving *netnstest.Cmd
+	d.crowd(t, n, func() { leaving = program(t, n.ns, d.leaving(t, true)...) })
 	program(t, n.ns, d.argv(t, "staying", stayingPort)...)
 	listens(t, n.ns, leavingPort, stayingPort)
 	l := d.load(n)
@@ -250,8 +255,9 @@ func (d departure) nothing(t *testing.T) {
 
 // steer is the departure with the kernel's rule alone, as whoever only switches does it.
 func (d departure) steer(t *testing.T) {
-	n := d.lan(t)
-	leaving := program(t, n.ns, d.leaving(t, true)...)
+	n := newLAN(t)
+	var leaving *netnstest.Cmd
+	d.crowd(t, n, func() { leaving = program(t, n.ns, d.leaving(t, true)...) })
 	ln := n.ns.Listen(t, "tcp", fmt.Sprintf("[::]:%d", stayingPort))
 	hs := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("X-Served-By", "staying")
@@ -316,10 +322,11 @@ func (d departure) steer(t *testing.T) {
 
 // aided is the departure under `ebb run`. The quiet period is longer than a busy machine keeps the load from sending.
 func (d departure) aided(t *testing.T, early bool, flags ...string) {
-	n := d.lan(t)
+	n := newLAN(t)
 	common := []string{"--grace", "90s", "--flush-timeout", "5s", "--reserve", "3s", "--quiet-period", "2s", "--service", "web", "--on-new", "auto"}
 	staying := n.run("staying", common, d.argv(t, "staying", stayingPort)...)
-	r := n.run("leaving", with(common, flags...), d.leaving(t, early)...)
+	var r *supervised
+	d.crowd(t, n, func() { r = n.run("leaving", with(common, flags...), d.leaving(t, early)...) })
 	l := d.load(n)
 	drop(t, n, l)
 	r.signal(syscall.SIGTERM)
@@ -327,6 +334,11 @@ func (d departure) aided(t *testing.T, early bool, flags ...string) {
 		t.Errorf("exit code %d, want 0", code)
 	}
 	departed(t, learnt(t, n, l))
+	if t.Failed() {
+		for _, c := range []string{"SyncookiesSent", "SyncookiesRecv", "SyncookiesFailed", "ListenOverflows", "ListenDrops", "TCPReqQFullDoCookies", "TCPAbortFailed"} {
+			t.Logf("%s %d", c, netstat(t, n.ns, c))
+		}
+	}
 	got, chosen := r.drained(), r.result().Backend.OnNew
 	want := drain.OnNewSteer
 	if d.mptcp {
