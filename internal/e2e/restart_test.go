@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"path/filepath"
@@ -12,6 +13,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/agent"
@@ -160,4 +162,96 @@ func (h *host) gatedLoad(g *gate, o loadtest.Options) *load {
 		return h.ns.DialContext(ctx, network, addr)
 	}
 	return h.load(o)
+}
+
+// TestD9_AHoldIsBounded has a server stay away for longer than connections are held: those that waited are reset, later ones
+// are refused, and a stop that comes meanwhile ends the run.
+func TestD9_AHoldIsBounded(t *testing.T) {
+	const addr = "127.0.0.1:8080"
+	h := newHost(t)
+	r := h.run("app", []string{"--restart-on-exit"}, gapped(t, "600", goServer(t, addr))...)
+	r.await(agent.EventGuarded)
+	if err := syscall.Kill(r.child(), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	r.find("a hold", func(e drain.Event) bool {
+		return e.Type == drain.EventLate && strings.Contains(e.Message, "new connections wait")
+	})
+	c := h.connect(addr)
+	if err := c.SetReadDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("a connection that waited in vain: read %d, %v, want a reset", n, err)
+	}
+	eventually(t, "new connections are refused", func() bool {
+		c, err := h.ns.DialContext(t.Context(), "tcp", addr)
+		if err == nil {
+			c.Close()
+		}
+		return errors.Is(err, syscall.ECONNREFUSED)
+	})
+	eventually(t, "what waited in vain is counted", func() bool {
+		return r.sample(`ebb_late_connections_total{action="hold",result="failed",service="app"}`) >= 1
+	})
+	r.signal(syscall.SIGTERM)
+	if code := r.wait(); code != 0 {
+		t.Errorf("exit code %d, want 0", code)
+	}
+}
+
+// TestR11_StopBetweenTwoStarts stops a run whose command ends each time at once.
+func TestR11_StopBetweenTwoStarts(t *testing.T) {
+	h := newHost(t)
+	r := h.start("app", []string{"--restart-on-exit"}, "sh", "-c", "exit 3")
+	again := 0
+	r.find("three restarts", func(e drain.Event) bool {
+		if e.Type == agent.EventRun && strings.Contains(e.Message, "again as process") {
+			again++
+		}
+		return again == 3
+	})
+	r.signal(syscall.SIGTERM)
+	if code := r.wait(); code != 0 {
+		t.Errorf("exit code %d, want 0", code)
+	}
+}
+
+// TestD7_NextOwnerHoldsToo kills the owner of a command that is guarded; the next owner adopts the command, guards it anew
+// and starts it again when it ends.
+func TestD7_NextOwnerHoldsToo(t *testing.T) {
+	const addr = "127.0.0.1:8080"
+	h := newHost(t)
+	argv := gapped(t, "1", goServer(t, addr))
+	r := h.run("app", []string{"--restart-on-exit"}, argv...)
+	r.await(agent.EventGuarded)
+	pid := r.child()
+	if err := r.cmd.Cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	<-r.done
+	next := h.run("app", []string{"--restart-on-exit"}, argv...)
+	if got := next.child(); got != pid {
+		t.Fatalf("adopted process %d, want %d", got, pid)
+	}
+	next.await(agent.EventGuarded)
+	g := newGate()
+	l := h.gatedLoad(g, loadtest.Options{Targets: []loadtest.Target{{Name: "app", Addr: addr}}, Rate: 100})
+	l.warm(50)
+	g.alone(func() {
+		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+	})
+	next.find("a release", func(e drain.Event) bool {
+		return e.Type == drain.EventLate && strings.Contains(e.Message, "is back")
+	})
+	l.warm(l.Report().OK + 100)
+	if rep := l.end(); rep.Failed != 0 {
+		t.Errorf("got %d failed, want 0: %s", rep.Failed, verdicts(rep))
+	}
+	next.signal(syscall.SIGTERM)
+	if code := next.wait(); code != 0 {
+		t.Errorf("exit code %d, want 0", code)
+	}
 }

@@ -270,8 +270,8 @@ func (p *Process) Stats(ctx context.Context) (Stats, error) {
 	return *s, nil
 }
 
-// Stop has the relay accept no more and end when it carries nothing; see Done. Its listener closes at once, and with it
-// what a rule in the kernel sends there.
+// Stop has the relay accept no more and end when it carries nothing; see Done. The rule that sends connections there has to
+// be gone before: the listener closes when none has come for a moment. Its name is free at once.
 func (p *Process) Stop(ctx context.Context) error {
 	_, err := p.do(ctx, request{Op: opStop}, -1)
 	if errors.Is(err, ErrEnded) {

@@ -41,6 +41,7 @@ type server struct {
 
 	mu       sync.Mutex // guards what follows
 	config   *config    // nil until configured
+	cookie   uint64     // of the listener
 	relay    *proxy.Relay
 	stop     context.CancelFunc // of Serve
 	served   chan struct{}      // closed when Serve has returned
@@ -84,8 +85,10 @@ func Run(ctx context.Context, log *slog.Logger) error {
 	var sessions sync.WaitGroup
 	sessions.Go(func() { s.accept(ctx, ln, &sessions) })
 	s.live(ctx, term)
-	// From here on a new owner finds nothing, and starts another one.
-	err = errors.Join(remove(), ln.Close())
+	// From here on its name is free: a new owner finds nothing, and may start another one while this one finishes.
+	err = remove()
+	s.empty(ctx)
+	err = errors.Join(err, ln.Close())
 	cancel()
 	sessions.Wait()
 	return errors.Join(err, s.close())
@@ -137,7 +140,7 @@ func listenControl(control *os.File) (ln *net.UnixListener, remove func() error,
 	}, nil
 }
 
-// live returns when the process may end.
+// live returns when nothing more is to be accepted.
 //
 //	waiting ──configured──► serving ──told to stop, or time over and no owner──► calming ──nobody comes──► emptying ──► end
 //	   └── no owner comes ──► end
@@ -161,7 +164,6 @@ func (s *server) live(ctx context.Context, term <-chan os.Signal) {
 			return
 		}
 	}
-	s.empty(ctx)
 }
 
 // next tells whether the time has come to accept no more, or when to look again. The caller holds mu.
@@ -421,7 +423,8 @@ func (s *server) configure(c *config) error {
 	if c.OrphanFor == 0 {
 		c.OrphanFor = orphanFor
 	}
-	if err := checkListener(s.listener); err != nil {
+	cookie, err := checkListener(s.listener)
+	if err != nil {
 		return err
 	}
 	r, err := proxy.New(proxy.Options{
@@ -443,7 +446,7 @@ func (s *server) configure(c *config) error {
 			s.log.Error("serve", "err", err)
 		}
 	}()
-	s.config, s.relay, s.stop, s.served, s.parking, s.until = c, r, cancel, served, c.Parked, c.Until
+	s.config, s.relay, s.stop, s.served, s.parking, s.until, s.cookie = c, r, cancel, served, c.Parked, c.Until, cookie
 	s.changed()
 	return nil
 }

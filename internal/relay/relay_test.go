@@ -326,6 +326,39 @@ func TestD9_ParkingIsBounded(t *testing.T) {
 	}
 }
 
+// TestAStoppingRelayGivesItsNameUp has a second relay of the name begin while the first one still carries.
+func TestAStoppingRelayGivesItsNameUp(t *testing.T) {
+	f := newFixture(t)
+	server := echo(t, "127.0.0.1:0")
+	first, at := f.start(Options{Peers: []proxy.Peer{{Address: server}}})
+	carried := dialTCP(t, at)
+	ask(t, carried, "before")
+	if err := first.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "its name is free", func() bool {
+		_, err := Find(t.Context(), f.dir, f.name)
+		return errors.Is(err, ErrNone)
+	})
+	second, at := f.start(Options{Peers: []proxy.Peer{{Address: server}}})
+	ask(t, dialTCP(t, at), "by the second")
+	ask(t, carried, "after")
+	carried.Close()
+	f.ended(first)
+	// The end of the first has taken nothing of the second's away.
+	found, err := Find(t.Context(), f.dir, f.name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer found.Close()
+	if found.PID() != second.PID() {
+		t.Errorf("found %d, want %d", found.PID(), second.PID())
+	}
+	if a, b := f.stats(found).Listener, f.stats(second).Listener; a == 0 || a != b {
+		t.Errorf("listener's cookie: got %d and %d, want the same", a, b)
+	}
+}
+
 func TestStopEndsWhenNothingIsCarried(t *testing.T) {
 	f := newFixture(t)
 	p, at := f.start(Options{Peers: []proxy.Peer{{Address: echo(t, "127.0.0.1:0")}}})

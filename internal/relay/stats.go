@@ -49,7 +49,7 @@ func (c *counts) list() []LateCount {
 func (s *server) stats() *Stats {
 	st := &Stats{
 		Relay: s.relay.Stats(), Late: s.counts.list(), Parking: s.parking, Stopping: s.stopping,
-		Started: s.started, Until: s.until, PID: os.Getpid(), Place: s.config.Place, Name: s.config.Name,
+		Started: s.started, Until: s.until, Listener: s.cookie, PID: os.Getpid(), Place: s.config.Place, Name: s.config.Name,
 	}
 	for _, p := range s.relay.Peers() {
 		state := PeerState{Peer: p.Peer, State: p.State, InFlight: p.InFlight, Dialled: p.Dialled, Failed: p.Failed}
@@ -61,11 +61,11 @@ func (s *server) stats() *Stats {
 	return st
 }
 
-// checkListener tells at once what Serve would only tell later.
-func checkListener(f *os.File) error {
+// checkListener tells at once what Serve would only tell later, and the socket's cookie.
+func checkListener(f *os.File) (cookie uint64, err error) {
 	raw, err := f.SyscallConn()
 	if err != nil {
-		return fmt.Errorf("reach listener: %w", err)
+		return 0, fmt.Errorf("reach listener: %w", err)
 	}
 	var listens, proto int
 	var inner error
@@ -73,11 +73,14 @@ func checkListener(f *os.File) error {
 		if listens, inner = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_ACCEPTCONN); inner == nil {
 			proto, inner = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PROTOCOL)
 		}
+		if inner == nil {
+			cookie, inner = unix.GetsockoptUint64(int(fd), unix.SOL_SOCKET, unix.SO_COOKIE)
+		}
 	}); err != nil {
-		return fmt.Errorf("reach listener: %w", err)
+		return 0, fmt.Errorf("reach listener: %w", err)
 	}
 	if inner != nil || listens == 0 || proto != unix.IPPROTO_TCP {
-		return fmt.Errorf("%w: it listens %d, protocol %d", proxy.ErrNotListener, listens, proto)
+		return 0, fmt.Errorf("%w: it listens %d, protocol %d", proxy.ErrNotListener, listens, proto)
 	}
-	return nil
+	return cookie, nil
 }

@@ -76,7 +76,8 @@ type Stats struct {
 	Stopping bool        `json:"stopping"` // nothing is accepted any more
 	Started  time.Time   `json:"started"`
 	Until    time.Time   `json:"until"`
-	PID      int         `json:"pid"` // in the relay's own pid namespace
+	Listener uint64      `json:"listener"` // its socket cookie (SO_COOKIE), by which rules name it
+	PID      int         `json:"pid"`      // in the relay's own pid namespace
 	Place    Place       `json:"place"`
 	Name     string      `json:"name"`
 }
