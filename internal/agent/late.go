@@ -103,10 +103,18 @@ func (l *late) resume(ctx context.Context, past *lateRecord) {
 	if err != nil && !errors.Is(err, relay.ErrNone) {
 		l.log.Warn("find the relay of the owner before", "err", err)
 	}
+	var listener uint64
+	if p != nil {
+		s, err := p.Stats(ctx)
+		if err != nil {
+			l.log.Warn("ask the relay of the owner before", "err", err)
+		}
+		listener = s.Listener
+	}
 	l.mu.Lock()
-	l.relay = p
+	l.relay, l.listener = p, listener
 	if past != nil {
-		l.listener, l.base, l.adopted = past.Listener, past.Base, past.Adopted
+		l.base, l.adopted = past.Base, past.Adopted
 	}
 	l.mu.Unlock()
 	if p != nil {
