@@ -113,7 +113,7 @@ type life struct {
 	settleErr  error
 	nextSettle time.Time
 
-	notified   bool // the notice was handed to World
+	notified   bool // the notice was handed to World, or the application was told by somebody else
 	notifiedAt time.Time
 	retired    int
 
@@ -281,7 +281,7 @@ func (m *Machine) begin(c *command, r Request) error {
 	}
 	d := &life{
 		id: m.opt.NewID(), cause: r.Cause, by: r.By, reason: r.Reason, base: base, eff: eff,
-		begun: now, deadline: now.Add(eff.Policy.Grace), admission: AdmissionOpen,
+		begun: now, deadline: now.Add(eff.Policy.Grace), admission: AdmissionOpen, notified: r.Told,
 	}
 	d.cutAt = d.deadline.Add(-eff.Policy.Reserve)
 	d.flushDue = d.cutAt.Add(-eff.Policy.FlushTimeout)

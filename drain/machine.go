@@ -55,6 +55,10 @@ type Request struct {
 	Reason string
 	By     string // who asks, for the audit
 
+	// Told says that somebody else has told the application to stop: it is not notified, and when it ends cleanly at
+	// any moment from now on it has done what it was asked.
+	Told bool
+
 	// Force begins the drain even when it cannot be journalled or its policy is refused, which is right
 	// where the process ends anyway, as after a stop signal.
 	Force bool

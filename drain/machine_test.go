@@ -759,6 +759,30 @@ func TestR9_ExitWithoutNoticeAndInFlightIsLost(t *testing.T) {
 	})
 }
 
+// An application that somebody else has told to stop is not told of the drain, and has done what it was asked when it ends
+// cleanly, whatever was in flight at the last look.
+func TestR9_ToldBySomebodyElse(t *testing.T) {
+	for _, failed := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			w := newWorld()
+			w.counts = Counts{Known: true, Active: 1}
+			b := run(t, w)
+			b.begin(Request{Policy: budget, Told: true})
+			after(time.Second)
+			if n := w.count("notify"); n != 0 {
+				t.Errorf("notices: got %d, want none", n)
+			}
+			if failed {
+				b.Exited(errors.New("exit status 2"))
+				b.outcome(OutcomeLost)
+				return
+			}
+			b.Exited(nil)
+			b.outcome(OutcomeDrained)
+		})
+	}
+}
+
 func TestR10_PollSeesZeroWithoutTheEvent(t *testing.T) {
 	for _, hint := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {

@@ -44,13 +44,14 @@ type runFlags struct {
 	exclude                                   []uint
 	grace, flushTimeout, reserve, quietPeriod time.Duration
 	admitFor, idleAfter, closeSpread          time.Duration
-	exitOnOutcome, restartOnExit              bool
+	exitOnOutcome, restartOnExit, early       bool
+	attach                                    int
 }
 
 func newRunCmd(env *environment) *cobra.Command {
 	var f runFlags
 	cmd := &cobra.Command{
-		Use:   "run [flags] -- CMD [ARG...]",
+		Use:   "run [flags] -- CMD [ARG...] | run --attach PID [flags]",
 		Short: "Supervise CMD and drain it on a stop signal",
 		Long:  runLong,
 		Example: `  ebb run --protocol http1 -- nginx -g 'daemon off;'
@@ -100,6 +101,8 @@ func newRunCmd(env *environment) *cobra.Command {
 	fl.StringVar(&f.metrics, "metrics", "", "`ADDR:PORT` for /metrics, /readyz and /livez over TCP")
 	fl.StringVar(&f.report, "report", "", "write what happened to `FILE` as JSON at the end")
 	fl.BoolVar(&f.exitOnOutcome, "exit-on-outcome", false, "exit with 3 if the drain expired, 4 if it was lost")
+	fl.BoolVar(&f.early, "early", false, "a stop signal that another process sends to CMD closes admission in the kernel at once, and begins the drain")
+	fl.IntVar(&f.attach, "attach", 0, "supervise the running process `PID` instead of starting CMD")
 	fl.BoolVar(&f.restartOnExit, "restart-on-exit", false, "start CMD again when it ends unasked; new connections wait meanwhile, 10s at most")
 	fl.StringVar(&f.bpffs, "bpffs", "", "`directory` in a bpffs for what is pinned (default: /sys/fs/bpf/ebb)")
 	complete(cmd, "protocol", []string{string(drain.ProtocolOpaque), string(drain.ProtocolHTTP1)})
@@ -116,7 +119,12 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 	if dash > 0 {
 		return o, usagef("%q stands before --; CMD and its arguments come after it", args[0])
 	}
-	if len(args) == 0 {
+	switch {
+	case f.attach < 0:
+		return o, usagef("--attach %d: want the PID of a process", f.attach)
+	case f.attach > 0 && len(args) > 0:
+		return o, usagef("both --attach and a command are given")
+	case f.attach == 0 && len(args) == 0:
 		return o, usagef("no command: want ebb run [flags] -- CMD [ARG...]")
 	}
 	stdin, ok1 := env.stdin.(*os.File)
@@ -129,7 +137,7 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 	o = agent.RunOptions{
 		Name: f.name, Service: f.service, Argv: args, Env: os.Environ(), Stdin: stdin, Stdout: stdout, Stderr: stderr,
 		Ready: f.ready, Mode: drain.Mode(f.mode), Datapath: f.datapath, API: f.api, Metrics: f.metrics, Report: f.report,
-		ExitOnOutcome: f.exitOnOutcome, RestartOnExit: f.restartOnExit, RunDir: env.runDir(), BPFFS: f.bpffs,
+		ExitOnOutcome: f.exitOnOutcome, RestartOnExit: f.restartOnExit, Early: f.early, Attach: f.attach, RunDir: env.runDir(), BPFFS: f.bpffs,
 		Terminal: terminal, Progress: stderr, Log: env.logger(terminal),
 		Policy: drain.Policy{
 			Protocol: drain.Protocol(f.protocol), OnNew: f.onNew.value, OnDeadline: drain.OnDeadline(f.onDeadline),

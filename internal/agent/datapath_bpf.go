@@ -38,6 +38,7 @@ type kernelDatapath struct {
 	watched uint32
 	sps     []*space
 	taken   map[netip.AddrPort]error // addresses whose rule another backend has
+	early   *early                   // nil without --early
 	// targets are those of steer; nil if none were set by this process.
 	targets map[netip.AddrPort][]uint64
 	// unseen says why connections may be open that are in no count yet; "" if none can be.
@@ -237,6 +238,15 @@ func (k *kernelDatapath) read() {
 		if err != nil {
 			k.log.Warn("read kernel events", "err", err)
 			return
+		}
+		if e.Type == bpf.EventSignal {
+			k.mu.Lock()
+			early := k.early
+			k.mu.Unlock()
+			if early != nil {
+				early.seen(e)
+			}
+			continue
 		}
 		h := hintListeners
 		if e.Type == bpf.EventZero {
@@ -482,6 +492,10 @@ func (k *kernelDatapath) cover(l listener) error {
 }
 
 func (k *kernelDatapath) uncover(l listener) {
+	// The kernel may have begun to steer by itself: what is steered outlives the application's listener.
+	if r, ok, err := k.host.Backend(k.id); err != nil || ok && r.Action == bpf.ActionSteer {
+		return
+	}
 	if err := k.host.Dismiss(bpf.Address{NetNS: l.netns, AddrPort: l.addr}, k.id); err != nil {
 		k.log.Debug("dismiss rule", "address", l.addr.String(), "err", err)
 	}

@@ -69,6 +69,8 @@ type late struct {
 	counted   map[proxy.Action]map[proxy.Result]uint64 // of the relay, told to the metrics
 	gone      relayTotals                              // of relays that have ended
 	now       relayTotals
+	spare     *os.File                    // the listener of a relay that is not there yet
+	dups      []*heldListener             // for the next redirection, taken before it
 	stopEmpty func()                      // ends the adoption and waits for it
 	own       map[netip.AddrPort]listener // what the rule covers, the application's closed listeners among them
 }
@@ -220,13 +222,16 @@ func (l *late) choose(want drain.OnNew, p plan) (drain.OnNew, string) {
 // from which the relay dials.
 func (l *late) survey(ctx context.Context) plan {
 	var p plan
-	sp, err := l.space()
+	own := l.b.listening()
+	if len(own) == 0 {
+		own = l.addresses() // the application has closed them, and their connections go elsewhere
+	}
+	sp, err := l.spaceOf(own)
 	if err != nil {
 		p.unable = append(p.unable, err.Error())
 		return p
 	}
 	p.space = sp
-	own := l.b.listening()
 	sibs, silent, why := l.siblings(ctx, sp)
 	p.silent = silent
 	p.unable = append(p.unable, why...)
@@ -261,9 +266,11 @@ func (l *late) addresses() []listener {
 }
 
 // space is the one network namespace in which the backend listens.
-func (l *late) space() (*space, error) {
+func (l *late) space() (*space, error) { return l.spaceOf(l.b.listening()) }
+
+func (l *late) spaceOf(own []listener) (*space, error) {
 	ids := map[uint64]bool{}
-	for _, c := range l.b.listening() {
+	for _, c := range own {
 		ids[c.netns] = true
 	}
 	if len(ids) == 0 {
@@ -312,7 +319,7 @@ func (b *backend) Redirect(ctx context.Context, how drain.OnNew, until time.Time
 		wait(ctx, 2*time.Second)
 	}
 	// The duplicates come before the flip: the application may close at once when it hears of the drain.
-	held := l.hold()
+	held := l.takeHeld()
 	targets, err := l.targets(ctx, how, p, until)
 	if err == nil {
 		err = l.flip(ctx, how, targets, until)
@@ -485,15 +492,18 @@ func (l *late) startRelay(ctx context.Context, sp *space, peers []proxy.Peer, pa
 		l.log.Warn("use the relay that is there; another one is started", "err", err)
 		l.dropRelay(p)
 	}
-	f, err := openListener(sp)
-	if err != nil {
-		return 0, err
+	f, cookie := l.takeSpare()
+	if f == nil {
+		var err error
+		if f, err = openListener(sp); err != nil {
+			return 0, err
+		}
+		if cookie, err = l.b.dp.target(int(f.Fd()), sp); err != nil {
+			return 0, errors.Join(err, f.Close())
+		}
 	}
 	defer f.Close()
-	if cookie, err = l.b.dp.target(int(f.Fd()), sp); err != nil {
-		return 0, err
-	}
-	err = sp.in(func() error {
+	err := sp.in(func() (err error) {
 		p, err = relay.Start(ctx, f, relay.Options{
 			Name: l.o.name, RunDir: l.o.runDir, Until: until, Peers: peers, Parked: parked, Park: l.o.park,
 			Health: l.o.health, Log: l.log,
@@ -581,11 +591,7 @@ func (l *late) step(ctx context.Context) {
 	}
 	next := l.survey(look)
 	if next.space == nil || look.Err() != nil {
-		// The application has closed, or the look was not to the end: what is in force stays as it is.
-		next.space, next.steer, next.peers = nil, nil, nil
-		if !l.resurvey(look, &next) {
-			return
-		}
+		return // the look was not to the end: what is in force stays as it is
 	}
 	if how == drain.OnNewSteer && next.silent && len(next.steer) == 0 {
 		return // the kernel has let go of its listener if that has closed; else it is busy, and better than a refusal
@@ -604,32 +610,6 @@ func (l *late) step(ctx context.Context) {
 	if err != nil && ctx.Err() == nil {
 		l.log.Warn("follow what takes late connections", "err", err)
 	}
-}
-
-// resurvey is survey for a backend whose listeners are closed: where they were is known.
-func (l *late) resurvey(ctx context.Context, p *plan) bool {
-	l.mu.Lock()
-	last := l.plan
-	l.mu.Unlock()
-	if last.space == nil || ctx.Err() != nil {
-		return false
-	}
-	own := l.addresses()
-	sibs, silent, _ := l.siblings(ctx, last.space)
-	p.silent = silent
-	var candidates []netip.AddrPort
-	p.space = last.space
-	p.steer, p.whom, candidates, _ = match(own, sibs)
-	for _, a := range l.o.peers {
-		if !slices.Contains(candidates, a) {
-			candidates = append(candidates, a)
-		}
-	}
-	peers, _ := dialAll(ctx, p.space, own, candidates)
-	for _, a := range peers {
-		p.peers = append(p.peers, proxy.Peer{Address: a})
-	}
-	return ctx.Err() == nil
 }
 
 // retarget steers to the siblings that are ready now. With none left connections are refused: the application has been
@@ -856,6 +836,16 @@ func (l *late) close() {
 	l.letGo()
 	l.wg.Wait()
 	l.keep.letGo()
+	if f, _ := l.takeSpare(); f != nil {
+		if err := f.Close(); err != nil {
+			l.log.Warn("close the listener that no relay took", "err", err)
+		}
+	}
+	l.mu.Lock()
+	held := l.dups
+	l.dups = nil
+	l.mu.Unlock()
+	letGo(held, l.log)
 	l.mu.Lock()
 	p := l.relay
 	l.mu.Unlock()

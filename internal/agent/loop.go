@@ -57,9 +57,14 @@ func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal) {
 				r.log.Warn("look for listeners", "err", err)
 			}
 			r.life().b.lift()
+		case sig := <-r.early.stopped():
+			r.stoppedElsewhere(ctx, sig)
 		case <-every.C:
 			r.life().b.cookies.sample(time.Now())
 		case <-exited:
+			if sig, ok := r.early.caught(); ok { // the kernel's word of it may still be on its way
+				r.stoppedElsewhere(ctx, sig)
+			}
 			if r.restarts() {
 				if !r.restart(ctx, sigs) {
 					return

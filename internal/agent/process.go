@@ -97,7 +97,8 @@ func (p *process) signalGroup(sig syscall.Signal) error {
 
 // killAll ends the group and every descendant that has left it.
 func (p *process) killAll() error {
-	err := p.signalGroup(unix.SIGKILL)
+	// Its main process by itself too: one that somebody else has started need not lead a group.
+	err := errors.Join(p.signalGroup(unix.SIGKILL), p.signal(unix.SIGKILL))
 	for _, d := range p.descendants() {
 		if d != p.pid {
 			if kerr := unix.Kill(d, unix.SIGKILL); kerr != nil && !errors.Is(kerr, unix.ESRCH) {

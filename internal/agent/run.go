@@ -41,6 +41,8 @@ const (
 	EventDegraded = "degraded"
 	// EventGuarded says that connections which come while CMD is away wait for it from now on; field address.
 	EventGuarded = "listener.guarded"
+	// EventEarly says what a stop signal to CMD does at once from now on; field prepared, or guarded (true).
+	EventEarly = "early"
 	// EventSignal says that a signal was received; fields signal, forwarded.
 	EventSignal = "signal"
 )
@@ -74,6 +76,9 @@ type RunOptions struct {
 
 	// RestartOnExit starts CMD again when it ends without having been asked to; new connections wait meanwhile.
 	RestartOnExit bool
+
+	Early  bool // a stop signal that somebody else sends to CMD closes admission in the kernel
+	Attach int  // instead of Argv: a process that runs already
 
 	Policy      drain.Policy
 	Mode        drain.Mode       // default enforce
@@ -122,6 +127,7 @@ type runner struct {
 	paths   paths
 	ports   [2]uint16 // source ports from which our relay reaches CMD past the rule; zero: it never does
 
+	early      *early         // nil without --early
 	lastStart  time.Time      // of CMD; both are for the goroutine of loop alone
 	startsSoon int            // how many in a row ended soon
 	wg         sync.WaitGroup // every goroutine that uses the datapath
@@ -150,7 +156,15 @@ func Run(ctx context.Context, o RunOptions) (int, error) {
 }
 
 func newRunner(o RunOptions) (*runner, error) {
-	if len(o.Argv) == 0 {
+	switch {
+	case o.Attach > 0 && len(o.Argv) > 0:
+		return nil, errors.New("both --attach and a command are given")
+	case o.Attach > 0 && o.RestartOnExit:
+		return nil, errors.New("--restart-on-exit starts a command again, and --attach has none")
+	case o.Early && o.RestartOnExit:
+		return nil, errors.New("--early makes a drain of a stop signal to CMD, and --restart-on-exit a restart: choose one")
+	case o.Attach > 0:
+	case len(o.Argv) == 0:
 		return nil, errors.New("no command: want `ebb run [flags] -- CMD [ARG…]`")
 	}
 	if o.Log == nil {
@@ -183,12 +197,21 @@ func newRunner(o RunOptions) (*runner, error) {
 func (r *runner) claim() error {
 	given := r.o.Name != ""
 	if !given {
+		called := ""
+		if r.o.Attach > 0 {
+			var err error
+			if called, err = nameOf(r.o.Attach); err != nil {
+				return err
+			}
+		} else {
+			called = filepath.Base(r.o.Argv[0])
+		}
 		r.o.Name = strings.Map(func(c rune) rune {
 			if strings.ContainsRune("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-", c) {
 				return c
 			}
 			return '-'
-		}, filepath.Base(r.o.Argv[0]))
+		}, called)
 		r.o.Name = strings.TrimLeft(r.o.Name, "._-")
 	}
 	if !nameOK.MatchString(r.o.Name) {
@@ -302,6 +325,12 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	if r.stopBefore(sigs) { // the start is abandoned: nothing runs yet
 		return 0, nil
 	}
+	if proc == nil && r.o.Attach > 0 {
+		if proc, err = r.attach(); err != nil {
+			return ExitFailure, err
+		}
+		r.o.Argv = commandOf(proc.pid)
+	}
 	if proc == nil {
 		if proc, err = startProcess(r.o.Argv, r.environ(), r.stdin(), r.o.Stdout, r.o.Stderr); err != nil {
 			switch {
@@ -327,12 +356,24 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 		return ExitFailure, errors.Join(err, proc.killAll())
 	}
 	verb := "started"
+	if r.o.Attach > 0 {
+		verb = "attached to"
+	}
 	if adopted {
 		verb = "adopted"
 	}
 	r.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("%s %s as process %d; %s", verb, strings.Join(r.o.Argv, " "), proc.pid, r.eff), Fields: map[string]any{"pid": proc.pid, "argv": r.o.Argv}})
 	for _, why := range dp.warnings() {
 		r.degraded(why)
+	}
+	if r.o.Early && r.o.Mode == drain.ModeEnforce {
+		if r.early, err = r.openEarly(dp); err != nil {
+			r.degraded("a stop signal that somebody else sends to CMD is not seen: " + err.Error())
+		} else {
+			inc := r.life()
+			inc.wg.Go(func() { r.early.keep(ctx, inc.b) })
+			defer func() { err = errors.Join(err, r.early.close()) }()
+		}
 	}
 	if r.o.Terminal && r.o.Progress != nil {
 		r.wg.Go(func() { r.live(ctx) })
@@ -341,8 +382,8 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 
 	r.loop(ctx, sigs)
 
+	r.life().b.late.close() // before the report, which says what the relay has done
 	code = r.finish(ctx, r.life().proc)
-	r.life().b.late.close()
 	closeAPI()
 	cancel()
 	r.life().end()
@@ -363,6 +404,13 @@ func (r *runner) survivor(past history) *process {
 	p, ok := adoptProcess(last.PID, last.Start)
 	if !ok {
 		return nil
+	}
+	if r.o.Attach > 0 {
+		if last.PID != r.o.Attach {
+			r.log.Warn("the command of the last run still lives and is adopted; the other process is not attached to", "pid", last.PID, "argv", last.Argv)
+		}
+		r.o.Argv = last.Argv
+		return p
 	}
 	if !slices.Equal(last.Argv, r.o.Argv) {
 		r.log.Warn("the command of the last run still lives and is adopted; the new command line is not started", "pid", last.PID, "argv", last.Argv)

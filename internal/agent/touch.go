@@ -91,8 +91,10 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 		b.hold(ctx)
 	}
 	b.flushed.Store(true)
-	if err := b.proc.signal(b.flush); err != nil {
-		return err
+	if !b.told.Load() {
+		if err := b.proc.signal(b.flush); err != nil {
+			return err
+		}
 	}
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()

@@ -38,6 +38,7 @@ type backend struct {
 	late          *late
 
 	ready   atomic.Bool
+	told    atomic.Bool // CMD was sent its stop signal by somebody else
 	flushed atomic.Bool // the flush signal has been sent: an exit from now on was asked for
 
 	mu       sync.Mutex
