@@ -270,6 +270,71 @@ func TestC24_OwnerKilledWithRelayedTransfers(t *testing.T) {
 	}
 }
 
+// The owner of a drain that steers is killed: the kernel goes on steering with nobody alive, although the application has
+// closed meanwhile, and the next owner takes the drain to its end.
+func TestC24_OwnerKilledWhileItSteers(t *testing.T) {
+	n := newLAN(t)
+	n.run("two", []string{"--service", "web"}, app(t, "listen="+n.v4(8081), "name=two")...)
+	flags := []string{"--service", "web", "--grace", "120s", "--flush-timeout", "5s", "--reserve", "3s", "--quiet-period", "300ms", "--idle", "wait"}
+	argv := app(t, "listen="+n.v4(8080))
+	r := n.run("one", flags, argv...)
+	pid := r.child()
+	endAfter(t, pid)
+	direct := n.dialFrom(n.client, n.v4(8080))
+	alive(t, direct)
+	r.must("drain", struct{}{})
+	alive(t, n.dialFrom(n.client, n.v4(8080)))
+	r.kill9()
+	alive(t, n.dialFrom(n.client, n.v4(8080)))
+	again := n.start("one", flags, argv...)
+	again.adopted(pid)
+	alive(t, n.dialFrom(n.client, n.v4(8080)))
+	var b api.Backend
+	eventually(t, "the next owner to go on", func() bool {
+		b = again.backend()
+		return b.Drain != nil && b.Drain.Late != nil && b.Drain.Late.Redirected == 3
+	})
+	chosen(t, b, drain.OnNewSteer)
+	if b.Counts.Open == nil || *b.Counts.Open != 1 {
+		t.Errorf("counts: got %s, want the one direct connection", shown(b))
+	}
+	direct.Close()
+	again.wait()
+	d := again.drained()
+	if d.Outcome != drain.OutcomeDrained || d.Late == nil || d.Late.Redirected != 3 {
+		t.Errorf("got %s, %+v, want drained, 3 redirected", d.Outcome, d.Late)
+	}
+}
+
+// An MPTCP listener, which Go opens unless told otherwise, fits no socket map: late connections go to a sibling that has
+// one through the relay, and it is said why.
+func TestC1_RelayedToAnMPTCPSibling(t *testing.T) {
+	n := newLAN(t)
+	at := func(port string) string { return net.JoinHostPort("::", port) }
+	one := n.run("one", latePolicy(), goServer(t, at("8080"), "-mptcp", "-patient")...)
+	two := n.run("two", latePolicy(), goServer(t, at("8081"), "-mptcp")...)
+	if ls := two.backend().Listeners; len(ls) != 1 || ls[0].Protocol != "mptcp" {
+		t.Skipf("no MPTCP here: %+v", ls)
+	}
+	l := loadFrom(t, n.client, loadtest.Options{
+		Targets: []loadtest.Target{{Name: "v4", Addr: n.v4(8080)}, {Name: "v6", Addr: n.v6(8080)}}, Rate: 200, Slow: 4, Drain: 3 * time.Second,
+	})
+	l.warm(300)
+	for _, name := range []string{"v4", "v6"} {
+		if err := l.Drop(name); err != nil {
+			t.Fatal(err)
+		}
+	}
+	one.signal(syscall.SIGTERM)
+	one.wait()
+	clean(t, l.end())
+	b, late := one.lateOf()
+	chosen(t, b, drain.OnNewRelay)
+	if late.Redirected == 0 || late.Failed != 0 || late.Relayed == 0 {
+		t.Errorf("got %+v, want relayed ones and none failed", late)
+	}
+}
+
 // dialFrom connects from a namespace.
 func (h *host) dialFrom(ns *netnstest.NS, addr string) net.Conn {
 	h.t.Helper()
