@@ -566,6 +566,36 @@ func (k *keep) tally(ctx context.Context) {
 	}
 }
 
+// inherit goes on with what waits in the relay of an owner that has died together with its CMD. The rule that sent it
+// there is gone; what waits is released as soon as the new CMD serves.
+func (k *keep) inherit(ctx context.Context) {
+	if k == nil {
+		return
+	}
+	k.l.resume(ctx, nil)
+	k.l.mu.Lock()
+	p := k.l.relay
+	k.l.mu.Unlock()
+	if p == nil {
+		return
+	}
+	s, err := p.Stats(ctx)
+	if err != nil || s.Stopping || s.Relay.Parked == 0 {
+		if err != nil {
+			k.l.log.Warn("ask the relay of the owner before", "err", err)
+		}
+		k.l.dropRelay(p) // the standing one is started anew
+		return
+	}
+	k.l.mu.Lock()
+	k.l.how, k.l.why = drain.OnNewHold, "the owner before has ended together with CMD"
+	k.l.mu.Unlock()
+	k.mu.Lock()
+	k.away = time.Now()
+	k.mu.Unlock()
+	k.l.tell(fmt.Sprintf("%d connections wait since the owner before", s.Relay.Parked), nil)
+}
+
 // handOver ends what belongs to one incarnation and gives the relay, the hold and the counts to the next one.
 func (l *late) handOver(to *late) {
 	l.keep.end()

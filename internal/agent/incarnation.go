@@ -34,8 +34,11 @@ func (r *runner) incarnate(ctx context.Context, gen uint64, proc *process, dp da
 		}
 	}
 	inc.b = r.backend(gen, proc, dp, j, adopted)
-	if before := r.life().b; before != nil {
+	switch before := r.life().b; {
+	case before != nil:
 		before.late.handOver(inc.b.late)
+	case !adopted:
+		inc.b.late.keep.inherit(ctx)
 	}
 	if err := dp.watch(ctx, proc.pid); err != nil && ctx.Err() == nil {
 		r.degraded("the listeners of CMD cannot be followed: " + err.Error())

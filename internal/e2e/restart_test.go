@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"path/filepath"
 	"strconv"
@@ -249,6 +250,44 @@ func TestD7_NextOwnerHoldsToo(t *testing.T) {
 	l.warm(l.Report().OK + 100)
 	if rep := l.end(); rep.Failed != 0 {
 		t.Errorf("got %d failed, want 0: %s", rep.Failed, verdicts(rep))
+	}
+	next.signal(syscall.SIGTERM)
+	if code := next.wait(); code != 0 {
+		t.Errorf("exit code %d, want 0", code)
+	}
+}
+
+// TestD7_WhatWaitsOutlivesOwnerAndCommand kills the owner while its command is away. What waits in the relay is carried to
+// the command that the next owner starts.
+func TestD7_WhatWaitsOutlivesOwnerAndCommand(t *testing.T) {
+	const addr = "127.0.0.1:8080"
+	h := newHost(t)
+	server := goServer(t, addr)
+	r := h.run("app", []string{"--restart-on-exit"}, gapped(t, "600", server)...)
+	r.await(agent.EventGuarded)
+	if err := syscall.Kill(r.child(), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	again := r.find("a restart", func(e drain.Event) bool {
+		return e.Type == agent.EventRun && strings.Contains(e.Message, "again as process")
+	})
+	c := h.connect(addr)
+	if _, err := c.Write([]byte("GET / HTTP/1.0\r\n\r\n")); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.cmd.Cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	<-r.done
+	if err := syscall.Kill(-int(again.Fields["pid"].(float64)), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	next := h.run("app", []string{"--restart-on-exit"}, server...)
+	if err := c.SetReadDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	if answer, err := io.ReadAll(c); err != nil || !strings.Contains(string(answer), " 200 ") {
+		t.Errorf("a connection that waited: got %q, %v, want an answer", answer, err)
 	}
 	next.signal(syscall.SIGTERM)
 	if code := next.wait(); code != 0 {
