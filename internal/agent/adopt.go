@@ -90,8 +90,10 @@ func (l *late) empty(held []*heldListener) {
 	l.mu.Lock()
 	l.stopEmpty = func() { stop(); <-done }
 	l.mu.Unlock()
+	l.waiting.Store(int64(len(held))) // until it is known
 	l.wg.Go(func() {
 		defer close(done)
+		defer l.waiting.Store(0)
 		defer stop()
 		// poll and accept block: on a thread of their own.
 		runtime.LockOSThread()
@@ -152,6 +154,7 @@ func (l *late) emptyAll(ctx context.Context, held []*heldListener) {
 				left++
 			}
 		}
+		n := left // never 0 in between, which would end the drain
 		if left == 0 {
 			open, err := l.halfOpen(ctx, held, requests)
 			if err != nil {
@@ -163,7 +166,9 @@ func (l *late) emptyAll(ctx context.Context, held []*heldListener) {
 			if open == 0 {
 				return
 			}
+			n = open
 		}
+		l.waiting.Store(int64(n))
 		if !wait(ctx, emptyEvery) {
 			return
 		}

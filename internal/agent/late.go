@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -72,6 +73,7 @@ type late struct {
 	spare     *os.File                    // the listener of a relay that is not there yet
 	dups      []*heldListener             // for the next redirection, taken before it
 	stopEmpty func()                      // ends the adoption and waits for it
+	waiting   atomic.Int64                // half-open requests, or queues that are not empty, that are to be adopted
 	own       map[netip.AddrPort]listener // what the rule covers, the application's closed listeners among them
 }
 
@@ -718,6 +720,12 @@ func (b *backend) Late(ctx context.Context) (drain.LateCounts, error) {
 	p := l.relay
 	c := drain.LateCounts{Arrived: steered - min(l.base, steered), Known: ok}
 	l.mu.Unlock()
+	select {
+	case <-b.proc.exited():
+		// What waits at its listeners is in no other count any more.
+		c.Parked = int(l.waiting.Load())
+	default:
+	}
 	if p == nil {
 		return c, nil
 	}
@@ -728,9 +736,9 @@ func (b *backend) Late(ctx context.Context) (drain.LateCounts, error) {
 	if err != nil {
 		return drain.LateCounts{}, err
 	}
-	c.Parked = s.Relay.Parked
+	c.Parked += s.Relay.Parked
 	c.Carried = max(0, s.Relay.Active-s.Relay.Parked)
-	b.metrics.HeldConnections(b.service, c.Parked)
+	b.metrics.HeldConnections(b.service, s.Relay.Parked)
 	return c, nil
 }
 
