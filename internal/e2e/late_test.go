@@ -415,6 +415,48 @@ func TestR6_LastAckAfterTheClose(t *testing.T) {
 	}
 }
 
+// Handshakes that a SYN cookie began at the leaving server, and that leave no trace in the kernel, are completed by the
+// relay's listener, which has sent a cookie itself before anybody was sent there.
+func TestR6_CookieHandshakesAtTheRelay(t *testing.T) {
+	h := newHost(t)
+	w := newWire(t, h)
+	common := with(wideBudget, "--service", "web", "--on-new", "relay")
+	h.run("staying", common, goServer(t, fmt.Sprintf("%s:%d", w.server, stayingPort))...)
+	r := h.run("leaving", common, goServer(t, fmt.Sprintf("%s:%d", w.server, leavingPort))...)
+	const clients = 20
+	var ps []*peer
+	setSysctl(t, h.ns, "ipv4/tcp_syncookies", "2")
+	for range clients {
+		p := w.peer(leavingPort)
+		if err := p.halfOpen(); err != nil {
+			t.Fatal(err)
+		}
+		ps = append(ps, p)
+	}
+	if n := len(walk(t, h.ns, 1<<probes.StateSynRecv, leavingPort)); n != 0 {
+		t.Fatalf("%d half-open requests are in the table: these are no cookies", n)
+	}
+	// As on a host where they are sent only when the table is full, which it is not any more.
+	setSysctl(t, h.ns, "ipv4/tcp_syncookies", "1")
+	r.signal(syscall.SIGTERM)
+	r.phase(drain.PhaseSettle)
+	errs := make(chan error, clients)
+	for _, p := range ps {
+		go func() { errs <- p.complete() }()
+	}
+	for range ps {
+		if err := <-errs; err != nil {
+			t.Errorf("a client whose handshake is a cookie: %v", err)
+		}
+	}
+	if code := r.wait(); code != 0 {
+		t.Errorf("exit code %d, want 0", code)
+	}
+	if d := r.drained(); d.Outcome != drain.OutcomeDrained || d.Late == nil || d.Late.Relayed != clients {
+		t.Errorf("got outcome %s, late %+v, want drained with %d relayed", d.Outcome, d.Late, clients)
+	}
+}
+
 // Nobody else of the service can be reached: connections are admitted until they pause, as ever, and it is said.
 func TestT3_NobodyToRedirectTo(t *testing.T) {
 	h := newHost(t)
