@@ -190,6 +190,20 @@ func (k *keep) isAway() bool {
 	return !k.away.IsZero()
 }
 
+// warnings say that the application is away.
+func (k *keep) warnings() []string {
+	if k == nil {
+		return nil
+	}
+	k.mu.Lock()
+	away := k.away
+	k.mu.Unlock()
+	if away.IsZero() {
+		return nil
+	}
+	return []string{fmt.Sprintf("CMD is away since %s: new connections wait for it until %s, and are refused then", away.Format(time.TimeOnly), away.Add(k.holdFor).Format(time.TimeOnly))}
+}
+
 // tend is the goroutine.
 func (k *keep) tend(ctx context.Context) {
 	seen := map[uint64]time.Time{}

@@ -375,6 +375,9 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 			defer func() { err = errors.Join(err, r.early.close()) }()
 		}
 	}
+	if r.o.RestartOnExit && r.life().b.late.keep == nil {
+		r.degraded("connections that come while CMD is away are refused: holding them takes the kernel datapath and --mode enforce")
+	}
 	if r.o.Terminal && r.o.Progress != nil {
 		r.wg.Go(func() { r.live(ctx) })
 	}

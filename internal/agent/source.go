@@ -112,6 +112,7 @@ func (r *runner) view(ctx context.Context, closer bool) api.Backend {
 	v.InFlight = api.InFlightOf(counts, r.eff.Policy.Idle)
 	r.sockets(&v, closer)
 	v.Warnings = append(append(v.Warnings, r.life().b.dp.warnings()...), r.life().b.late.warnings()...)
+	v.Warnings = append(v.Warnings, r.life().b.late.keep.warnings()...)
 	if s.ID != "" {
 		d := r.drainView(s)
 		v.Drain = &d

@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -94,14 +95,22 @@ var restarted = []server{
 // while the killed process still has its listener too, is served by the next one.
 func TestD9_RestartIsAPause(t *testing.T) {
 	for _, s := range restarted {
-		for _, host := range []string{"127.0.0.1", "::1"} {
+		hosts := []string{"127.0.0.1", "::1"}
+		if s.name == "go" {
+			hosts = append(hosts, "::") // one listener for clients of both families
+		}
+		for _, host := range hosts {
 			t.Run(s.name+" "+host, func(t *testing.T) {
 				const port, rate = 8080, 200
 				h := newHost(t)
 				r := h.run("app", []string{"--restart-on-exit"}, gapped(t, "2", s.argv(t, port, loadtest.ServerOptions{Host: host}))...)
 				first := r.child()
 				g := newGate()
-				l := h.gatedLoad(g, loadtest.Options{Targets: []loadtest.Target{{Name: "app", Addr: net.JoinHostPort(host, strconv.Itoa(port))}}, Rate: rate})
+				targets := []loadtest.Target{{Addr: net.JoinHostPort(host, strconv.Itoa(port))}}
+				if host == "::" {
+					targets = []loadtest.Target{{Addr: net.JoinHostPort("127.0.0.1", strconv.Itoa(port))}, {Addr: net.JoinHostPort("::1", strconv.Itoa(port))}}
+				}
+				l := h.gatedLoad(g, loadtest.Options{Targets: targets, Rate: rate})
 				r.await(agent.EventGuarded)
 				l.warm(rate)
 				gen := r.backend().Gen
@@ -178,6 +187,9 @@ func TestD9_AHoldIsBounded(t *testing.T) {
 	r.find("a hold", func(e drain.Event) bool {
 		return e.Type == drain.EventLate && strings.Contains(e.Message, "new connections wait")
 	})
+	if b := r.backend(); b.Ready || !slices.ContainsFunc(b.Warnings, func(w string) bool { return strings.Contains(w, "CMD is away") }) {
+		t.Errorf("while CMD is away: ready %v, warnings %q, want it not ready and said why", b.Ready, b.Warnings)
+	}
 	c := h.connect(addr)
 	if err := c.SetReadDeadline(time.Now().Add(patience)); err != nil {
 		t.Fatal(err)
@@ -291,6 +303,34 @@ func TestD7_WhatWaitsOutlivesOwnerAndCommand(t *testing.T) {
 	}
 	next.signal(syscall.SIGTERM)
 	if code := next.wait(); code != 0 {
+		t.Errorf("exit code %d, want 0", code)
+	}
+}
+
+// TestG10_WithoutTheKernelARestartIsNoPause says that connections are refused meanwhile, and starts the command again all the
+// same.
+func TestG10_WithoutTheKernelARestartIsNoPause(t *testing.T) {
+	const addr = "127.0.0.1:8080"
+	h := newHost(t)
+	r := h.run("app", []string{"--restart-on-exit", "--datapath", "none"}, goServer(t, addr)...)
+	r.find("a word of it", func(e drain.Event) bool {
+		return e.Type == agent.EventDegraded && strings.Contains(e.Message, "while CMD is away")
+	})
+	if err := syscall.Kill(r.child(), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	r.find("a restart", func(e drain.Event) bool {
+		return e.Type == agent.EventRun && strings.Contains(e.Message, "again as process")
+	})
+	eventually(t, "it serves again", func() bool {
+		c, err := h.ns.DialContext(t.Context(), "tcp", addr)
+		if err == nil {
+			c.Close()
+		}
+		return err == nil
+	})
+	r.signal(syscall.SIGTERM)
+	if code := r.wait(); code != 0 {
 		t.Errorf("exit code %d, want 0", code)
 	}
 }
