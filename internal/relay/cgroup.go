@@ -33,6 +33,10 @@ func ownCgroup() (string, error) {
 	return "", errors.New("read own cgroup: there is no version 2 hierarchy")
 }
 
+// cgroupParent holds the cgroups of relays. A relay has no capability, and so can remove its own from a directory that
+// belongs to its user, which the root of the hierarchy is not open to.
+const cgroupParent = "ebb-relay"
+
 // besideCgroup is the cgroup of a relay: below the parent of the caller's own, or below the root if the caller is there.
 // Where the caller's is the root of a container's view there is none beside it.
 func besideCgroup(name string) (string, error) {
@@ -51,7 +55,7 @@ func besideCgroup(name string) (string, error) {
 		}
 	}
 	// A parent that is out of sight in the caller's cgroup namespace shows as "/..".
-	return filepath.Join(root, filepath.Dir(filepath.Join("/", own)), "ebb-relay-"+name), nil
+	return filepath.Join(root, filepath.Dir(filepath.Join("/", own)), cgroupParent, name), nil
 }
 
 // cgroupMount is where the version 2 hierarchy is mounted, its root and not a part of it.
@@ -78,7 +82,14 @@ func cgroupMount() (string, error) {
 
 // makeCgroup makes the cgroup of a relay, or takes the one that an earlier relay of that name has left, and opens it.
 func makeCgroup(dir string) (*os.File, error) {
-	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+	err := os.MkdirAll(dir, 0o755)
+	for range 3 { // another relay's end may remove the parent in between
+		if !errors.Is(err, fs.ErrNotExist) {
+			break
+		}
+		err = os.MkdirAll(dir, 0o755)
+	}
+	if err != nil {
 		return nil, fmt.Errorf("make cgroup: %w", err)
 	}
 	f, err := os.OpenFile(dir, os.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
@@ -92,6 +103,24 @@ func makeCgroup(dir string) (*os.File, error) {
 // of, stays: the kernel removes none that is not empty.
 func removeCgroup(name string) {
 	if dir, err := besideCgroup(name); err == nil {
+		_ = unix.Rmdir(dir)
+		_ = unix.Rmdir(filepath.Dir(dir))
+	}
+}
+
+// leaveCgroup moves the relay back to its owner's side and removes its cgroup, for an owner that has ended before. Where
+// that takes no processes (cgroups(7), no internal processes) the next relay of the name uses it again.
+func leaveCgroup(name string) {
+	own, err := ownCgroup()
+	if err != nil || !strings.HasSuffix(own, "/"+cgroupParent+"/"+name) {
+		return
+	}
+	root, err := cgroupMount()
+	if err != nil {
+		return
+	}
+	dir := filepath.Join(root, own)
+	if os.WriteFile(filepath.Join(filepath.Dir(filepath.Dir(dir)), "cgroup.procs"), []byte("0"), 0) == nil {
 		_ = unix.Rmdir(dir)
 	}
 }

@@ -91,7 +91,11 @@ func Run(ctx context.Context, log *slog.Logger) error {
 	err = errors.Join(err, ln.Close())
 	cancel()
 	sessions.Wait()
-	return errors.Join(err, s.close())
+	err = errors.Join(err, s.close())
+	if s.config != nil && s.config.Place == PlaceCgroup {
+		leaveCgroup(s.config.Name)
+	}
+	return err
 }
 
 // inherited checks a descriptor that the owner has left open for us.

@@ -115,10 +115,17 @@ func TestD1_RelayedBytesSurviveTheOwner(t *testing.T) {
 	if err := p.Stop(t.Context()); err != nil {
 		t.Error(err)
 	}
-	f.ended(p)
+	// This owner does not wait for the end either, so the process has to clean up by itself.
 	if err := p.Close(); err != nil {
 		t.Error(err)
 	}
+	if dir, err := besideCgroup(f.name); err == nil {
+		eventually(t, "its cgroup is gone", func() bool {
+			_, err := os.Stat(dir)
+			return errors.Is(err, os.ErrNotExist)
+		})
+	}
+	eventually(t, "its process is gone", func() bool { return errors.Is(unix.Kill(pid, 0), unix.ESRCH) })
 	if _, err := Find(t.Context(), f.dir, f.name); !errors.Is(err, ErrNone) {
 		t.Errorf("after its end: got %v, want %v", err, ErrNone)
 	}
