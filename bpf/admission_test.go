@@ -326,6 +326,7 @@ func TestG1_RefusalEndsWithItsLastListener(t *testing.T) {
 	ns := netnstest.New(t)
 	o := options(t)
 	h := installed(t, o)
+	requireFiles(t, h)
 	id := attach(t, h, ns)
 	app, first := start(t, ns, "listen", "tcp4", "127.0.0.1:0")
 	addr := netip.MustParseAddrPort(first)
@@ -493,16 +494,21 @@ func TestG1_SteerEndsWithItsLastTarget(t *testing.T) {
 	if _, err := h.AddTarget(rawFD(t, foreign), id); !errors.Is(err, ErrForeignNamespace) {
 		t.Errorf("target of another namespace: got %v, want %v", err, ErrForeignNamespace)
 	}
+}
+
+func TestMPTCPCannotBeATarget(t *testing.T) {
+	ns := netnstest.New(t)
+	h := installed(t, options(t))
 	ns.Do(t, func() {
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_MPTCP)
 		if err != nil {
-			t.Skipf("no MPTCP here: %v", err)
+			t.Skipf("needs MPTCP: %v", err)
 		}
 		defer unix.Close(fd)
 		if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Port: 4323, Addr: [4]byte{127, 0, 0, 1}}), unix.Listen(fd, 8)); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := h.AddTarget(fd, id); !errors.Is(err, ErrMPTCP) {
+		if _, err := h.AddTarget(fd, netnsID(t, ns)); !errors.Is(err, ErrMPTCP) {
 			t.Errorf("MPTCP target: got %v, want %v", err, ErrMPTCP)
 		}
 	})

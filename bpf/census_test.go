@@ -66,7 +66,7 @@ func TestListenIsSeenOnce(t *testing.T) {
 		t.Fatalf("counts: got %+v, %v, want one listener", cs, err)
 	}
 	c := cs[0]
-	if !c.Listening || c.Aside || c.MPTCP || c.Gen != 3 || c.Address != (Address{ns.Cookie(t), addrPort(ln.Addr())}) {
+	if !c.Listening || c.Aside || c.MPTCP || c.Gen != 3 || c.Address != (Address{netnsID(t, ns), addrPort(ln.Addr())}) {
 		t.Errorf("got %+v, want a live listener of gen 3 on %s", c, ln.Addr())
 	}
 	if a, err := h.Listeners(7); err != nil || a != (Alive{Live: 1}) {
@@ -225,7 +225,7 @@ func TestListenersAreFoundByCgroupAndAddress(t *testing.T) {
 	}
 	p.end(t)
 	// An address goes before a process.
-	a := Address{ns.Cookie(t), netip.MustParseAddrPort("127.0.0.1:4510")}
+	a := Address{netnsID(t, ns), netip.MustParseAddrPort("127.0.0.1:4510")}
 	if err := h.WatchAddress(a, Watch{Backend: 12, Gen: 1, Only: []uint16{4510}}); err != nil {
 		t.Fatal(err)
 	}
@@ -417,6 +417,7 @@ func TestMPTCPIsCounted(t *testing.T) {
 		t.Skipf("the connection is not MPTCP (%v)", err)
 	}
 	eventually(t, "one connection", func() bool { return sum(t, h, 7).Open == 1 })
+	requireFiles(t, h)
 	files, err := h.Files(os.Getpid())
 	if err != nil {
 		t.Fatal(err)
@@ -555,7 +556,7 @@ func TestG9_TwoOwnersSideBySide(t *testing.T) {
 	if err := b.WatchProcess(tb, sb, Watch{Backend: 2, Gen: 1}); err != nil {
 		t.Fatal(err)
 	}
-	if err := b.WatchAddress(Address{ns.Cookie(t), netip.MustParseAddrPort("127.0.0.1:4650")}, Watch{Backend: 2, Gen: 1, Only: []uint16{4650}}); err != nil {
+	if err := b.WatchAddress(Address{netnsID(t, ns), netip.MustParseAddrPort("127.0.0.1:4650")}, Watch{Backend: 2, Gen: 1, Only: []uint16{4650}}); err != nil {
 		t.Fatal(err)
 	}
 	ns.Listen(t, "tcp", "127.0.0.1:4650")

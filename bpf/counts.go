@@ -39,8 +39,12 @@ type ListenerCount struct {
 	Healed uint64
 }
 
-// Counts reads the counts of a backend's listeners, one by one: a sum over them is not one moment.
+// Counts reads the counts of a backend's listeners, one by one: a sum over them is not one moment. Once the
+// installation has been cleaned up the counts stand still, and Counts returns ErrNotInstalled.
 func (h *Host) Counts(backend uint64) ([]ListenerCount, error) {
+	if err := h.present(); err != nil {
+		return nil, fmt.Errorf("read counts of backend %d: %w", backend, err)
+	}
 	var cs []ListenerCount
 	err := each(h.maps.Counts, func(cookie uint64, c censusCount) {
 		if c.Backend == backend {

@@ -60,13 +60,11 @@ type AdoptTarget struct {
 type fileReaders struct {
 	mu   sync.Mutex
 	objs struct {
-		Files      *ebpf.Program `ebpf:"files"`
-		Adopt      *ebpf.Program `ebpf:"adopt"`
-		Correct    *ebpf.Program `ebpf:"correct"`
-		Walk       *ebpf.Map     `ebpf:"walk"`
-		Walked     *ebpf.Map     `ebpf:"walked"`
-		Adopting   *ebpf.Map     `ebpf:"adopting"`
-		Correction *ebpf.Map     `ebpf:"correction"`
+		Files    *ebpf.Program `ebpf:"files"`
+		Adopt    *ebpf.Program `ebpf:"adopt"`
+		Walk     *ebpf.Map     `ebpf:"walk"`
+		Walked   *ebpf.Map     `ebpf:"walked"`
+		Adopting *ebpf.Map     `ebpf:"adopting"`
 	}
 	tagsID uint32 // the id of the map of tags, by which an MPTCP subflow's tag is recognised
 }
@@ -76,8 +74,7 @@ func (r *fileReaders) close() error {
 		return nil
 	}
 	o := &r.objs
-	return errors.Join(o.Files.Close(), o.Adopt.Close(), o.Correct.Close(),
-		o.Walk.Close(), o.Walked.Close(), o.Adopting.Close(), o.Correction.Close())
+	return errors.Join(o.Files.Close(), o.Adopt.Close(), o.Walk.Close(), o.Walked.Close(), o.Adopting.Close())
 }
 
 func (h *Host) readers() (*fileReaders, error) {
@@ -274,34 +271,6 @@ const (
 	bpfIterCreate = 33
 	bpfTraceIter  = 28
 )
-
-// Correct adds to the counts of a listener what an audit found missing, or takes away what it found too much;
-// seen is what the audit compared. It does nothing and reports false if a connection has been counted or has
-// closed since. Healed grows by one. The caller has seen the same difference twice.
-func (h *Host) Correct(seen ListenerCount, open, ending, closing int64) (done bool, err error) {
-	r, err := h.readers()
-	if err != nil {
-		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, err)
-	}
-	if seen.Open+open < 0 || seen.Ending+ending < 0 || seen.Closing+closing < 0 {
-		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, errNegative)
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	order := filesCountCorrection{
-		Cookie: seen.Cookie, Live: uint64(open) + uint64(ending)<<32, Closing: closing, Total: seen.Total, Closed: seen.Closed,
-	}
-	if err := r.objs.Correction.Put(uint32(0), &order); err != nil {
-		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, err)
-	}
-	if _, err := walkTasks(r.objs.Correct, os.Getpid()); err != nil {
-		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, err)
-	}
-	if err := r.objs.Correction.Lookup(uint32(0), &order); err != nil {
-		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, err)
-	}
-	return order.Cookie == 0, nil
-}
 
 // walk runs an iterator over the files of one process. Before Linux 6.1 it runs over those of all processes of
 // the caller's pid namespace, and the program picks the one by its global id.
