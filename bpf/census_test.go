@@ -485,10 +485,7 @@ func TestR10_ZeroIsNeverMissed(t *testing.T) {
 	ln := ns.Listen(t, "tcp", "127.0.0.1:4640")
 	accepted := acceptAll(t, ln)
 	const parallel = 40
-	drains := 30
-	if long() {
-		drains = 300
-	}
+	drains := size(30, 300)
 	for i := range drains {
 		if err := h.ClearDrain(7); err != nil {
 			t.Fatal(err)
@@ -586,8 +583,16 @@ func port(addr string) string {
 	return p
 }
 
-// long says whether the full sizes are wanted.
-func long() bool { return os.Getenv("EBB_LONG") == "1" }
+// size is how much a test does: the full size with EBB_LONG=1, a quarter of the usual with -short.
+func size(usual, full int) int {
+	switch {
+	case os.Getenv("EBB_LONG") == "1":
+		return full
+	case testing.Short():
+		return usual / 4
+	}
+	return usual
+}
 
 // C26: TCP Fast Open, deferred accept and SYN cookies count like the socket table.
 func TestC26_FastOpenDeferAcceptSynCookies(t *testing.T) {

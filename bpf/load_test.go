@@ -115,10 +115,7 @@ func census(t *testing.T, h *Host, server *netnstest.NS, port uint16, backend ui
 // The counts are exact after churn over veth with packet steering, which makes the tracepoint lose events, and
 // beside a sock_ops program that overwrites our flags, which makes ours lose them.
 func TestCensusIsExactUnderChurn(t *testing.T) {
-	total := 6000
-	if long() {
-		total = 1_000_000
-	}
+	total := size(6000, 1_000_000)
 	client, server := netnstest.New(t), netnstest.New(t)
 	l := netnstest.Veth(t, client, server)
 	netnstest.RPS(t, server, l.B.Dev)
@@ -161,10 +158,7 @@ func quickPorts(t *testing.T, ns *netnstest.NS) {
 
 // R3: a connection whose SYN is sent after the flip has returned goes the new way, all of them.
 func TestR3_FlipUnderLoad(t *testing.T) {
-	total := int64(5000)
-	if long() {
-		total = 100_000
-	}
+	total := int64(size(5000, 100_000))
 	ns := netnstest.New(t)
 	quickPorts(t, ns)
 	h := installed(t, options(t))
@@ -226,10 +220,7 @@ func TestR3_FlipUnderLoad(t *testing.T) {
 
 // Programs are replaced in place under load: nothing is lost or counted twice.
 func TestD7_UpgradeUnderLoad(t *testing.T) {
-	total := 4000
-	if long() {
-		total = 100_000
-	}
+	total := size(4000, 100_000)
 	client, server := netnstest.New(t), netnstest.New(t)
 	l := netnstest.Veth(t, client, server)
 	netnstest.RPS(t, server, l.B.Dev)
@@ -282,10 +273,7 @@ func closed(c <-chan struct{}) bool {
 
 // C24: the process that installed and watches is killed in the middle; the counts go on.
 func TestC24_CountsSurviveTheirOwner(t *testing.T) {
-	total := 2000
-	if long() {
-		total = 500_000
-	}
+	total := size(2000, 500_000)
 	client, server := netnstest.New(t), netnstest.New(t)
 	l := netnstest.Veth(t, client, server)
 	netnstest.RPS(t, server, l.B.Dev)
