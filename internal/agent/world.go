@@ -61,17 +61,18 @@ type backend struct {
 
 // refresh reads the listeners, decides which are covered and prepares those for the flip.
 func (b *backend) refresh(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
 	ls, _, err := b.dp.listeners(ctx)
 	if err != nil {
 		return err
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
 	b.take(ls)
 	return nil
 }
 
-// take replaces what is known of the listeners. The caller holds mu.
+// take replaces what is known of the listeners. The caller has held mu since before it listed them: a list that was made
+// before another was taken would add a forgotten listener to goneSum again.
 func (b *backend) take(ls []listener) {
 	var live []listener
 	for _, l := range ls {
@@ -171,12 +172,12 @@ type census struct {
 }
 
 func (b *backend) census(ctx context.Context) (census, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
 	ls, known, err := b.dp.listeners(ctx)
 	if err != nil {
 		return census{}, err
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
 	b.take(ls)
 	c := census{known: known && !b.mustSee, total: b.goneSum}
 	for _, l := range b.covered {
