@@ -237,7 +237,36 @@ func (k *kernelDatapath) warnings() []string {
 	for _, err := range k.taken {
 		why = append(why, err.Error())
 	}
+	return append(why, k.foreign()...)
+}
+
+// foreign names the programs of others that could overrule admission or disturb the census, and what that means.
+func (k *kernelDatapath) foreign() (why []string) {
+	ns, err := os.Open("/proc/thread-self/ns/net")
+	if err != nil {
+		return nil // then nothing of ours is attached either, which is said
+	}
+	defer ns.Close()
+	progs, err := bpf.Foreign(k.opts, int(ns.Fd()))
+	if err != nil {
+		return []string{err.Error()}
+	}
+	for _, p := range progs {
+		why = append(why, "another's "+p.String()+": "+foreignMeans(p))
+	}
 	return why
+}
+
+// foreignMeans says what a program of another can do to ours. The kernel runs every sk_lookup program, and a socket that
+// any of them has selected wins over a refusal (include/linux/filter.h, BPF_PROG_SK_LOOKUP_RUN_ARRAY).
+func foreignMeans(p bpf.ForeignProgram) string {
+	switch {
+	case p.Attach == "sk_lookup":
+		return "a connection for which it selects a socket arrives there although admission is closed, and one that it drops fails although it is open"
+	case p.Exclusive:
+		return "it allows none beside it, so counts rest on one hook alone"
+	}
+	return "callback flags that it overwrites are put back at the next callback"
 }
 
 func (k *kernelDatapath) spaces() []*space {
