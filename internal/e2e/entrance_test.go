@@ -200,6 +200,12 @@ func TestD14_UndrainOpensAndTheNextDrainIsAnother(t *testing.T) {
 	if b := r.backend(); b.State != drain.StateServing || b.Drain.Outcome != drain.OutcomeCancelled {
 		t.Errorf("got state %s and outcome %q, want serving and cancelled", b.State, b.Drain.Outcome)
 	}
+	eventually(t, "the metrics tell of one cancelled drain, and of no other", func() bool {
+		m := r.metrics()
+		return strings.Contains(m, `ebb_drains_total{cause="operator",outcome="cancelled",service="web"} 1`) &&
+			strings.Contains(m, `ebb_drains_total{cause="operator",outcome="drained",service="web"} 0`) &&
+			strings.Contains(m, `ebb_drains_total{cause="operator",outcome="lost",service="web"} 0`)
+	})
 	if _, _, code := h.ebb("undrain", "web"); code == 0 {
 		t.Error("a second undrain found something to take back")
 	}
