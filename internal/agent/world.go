@@ -49,6 +49,7 @@ type backend struct {
 	mustSee  bool   // after a restart the counts are checked against a walk before a zero is believed
 	accepted uint64 // connections ever accepted, at the last census
 	atBegin  uint64 // the same when the drain began
+	gone     bool   // nothing of the flip's half-open requests and queues is left
 	refusing bool
 
 	lookMu   sync.Mutex // classifier and last look
@@ -235,8 +236,10 @@ func (b *backend) CloseAdmission(ctx context.Context, until time.Time) error {
 		return err
 	}
 	b.mu.Lock()
+	if !b.refusing {
+		b.halfOpen, b.gone = nil, false
+	}
 	b.refusing = true
-	b.halfOpen = nil
 	b.mu.Unlock()
 	if other := b.dp.overruled(); other != "" {
 		return fmt.Errorf("%w: %s may choose a socket although admission is closed", drain.ErrUnguarded, other)
@@ -283,7 +286,17 @@ func (b *backend) Settled(ctx context.Context) (drain.Pending, error) {
 		p.Queued += q
 		p.HalfOpen += h
 	}
+	b.mu.Lock()
+	b.gone = p == drain.Pending{}
+	b.mu.Unlock()
 	return p, nil
+}
+
+// settled tells that admission is closed and that nothing is left of what was on its way at the flip.
+func (b *backend) settled() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.refusing && b.gone
 }
 
 func has(m map[uint64]listener) func(uint64) bool {
@@ -305,6 +318,9 @@ func (b *backend) Look(ctx context.Context) (drain.Counts, error) {
 		return counts, nil
 	}
 	ports := portsOf(covered)
+	if c.open+c.ending == 0 && b.settled() {
+		ports = nil // nothing is open, nothing half-open was left, and nothing new comes: the walks are saved
+	}
 	for _, sp := range b.dp.spaces() {
 		if len(ports) == 0 {
 			break
