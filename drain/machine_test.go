@@ -964,7 +964,7 @@ func TestExtendWhileFlipping(t *testing.T) {
 		w.counts = Counts{Known: true, Active: 1}
 		w.closeTakes = 2 * time.Second
 		b := run(t, w)
-		go b.begin(Request{Policy: budget})
+		go b.Begin(t.Context(), Request{Cause: CauseSignal, Policy: budget})
 		after(time.Second)
 		st, err := b.Extend(t.Context(), 0, 30*time.Second, time.Time{}, "root")
 		if err != nil {
@@ -1071,7 +1071,7 @@ func TestD14_UndrainWaitsForTheFlip(t *testing.T) {
 		w.counts = Counts{Known: true, Active: 1}
 		w.closeTakes = 2 * time.Second
 		b := run(t, w, func(o *Options) { o.Notify = false })
-		go b.begin(Request{Policy: budget})
+		go b.Begin(t.Context(), Request{Cause: CauseSignal, Policy: budget})
 		after(time.Second)
 		st, err := b.Undrain(t.Context(), 0, "root")
 		if err != nil || st.State != StateServing {

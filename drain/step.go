@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -138,10 +139,8 @@ func (m *Machine) lateFlip(r result) {
 // warnOnce is warn for what repeats at every look.
 func (m *Machine) warnOnce(msg string, err error) {
 	text := msg + ": " + err.Error()
-	for _, w := range m.life.warnings {
-		if w == text {
-			return
-		}
+	if slices.Contains(m.life.warnings, text) {
+		return
 	}
 	m.warn(msg, err)
 }

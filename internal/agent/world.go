@@ -56,7 +56,6 @@ type backend struct {
 	cls      *probes.Classifier
 	verdicts []probes.Verdict
 	waitFrom time.Time // when retiring became allowed
-	requests map[uint64]uint32
 	held     map[uint64]*probes.Held
 }
 

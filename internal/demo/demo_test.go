@@ -121,7 +121,7 @@ func (r *running) inner(t *testing.T) int {
 				text = append(text, b...)
 			}
 		}
-		for _, f := range strings.Fields(string(text)) {
+		for f := range strings.FieldsSeq(string(text)) {
 			n, err := strconv.Atoi(f)
 			if err != nil {
 				continue
