@@ -208,6 +208,16 @@ func (r *supervised) stderr() string {
 	return strings.Join(r.other, "\n")
 }
 
+// complaints are the lines of the log but for those about the host: other tests install beside this one.
+func (r *supervised) complaints() (lines []string) {
+	for _, l := range strings.Split(r.stderr(), "\n") {
+		if l != "" && !strings.Contains(l, `"msg":"degraded"`) {
+			lines = append(lines, l)
+		}
+	}
+	return lines
+}
+
 // logged tells whether a line of the log at a level contains a text.
 func (r *supervised) logged(level, text string) bool {
 	for _, l := range strings.Split(r.stderr(), "\n") {
