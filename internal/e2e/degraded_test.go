@@ -123,6 +123,25 @@ func TestWithoutPrivilegeItCountsAndSaysWhatIsMissing(t *testing.T) {
 			}
 		})
 	}
+	t.Run("cut", func(t *testing.T) {
+		r := h.startWith(asNobody, "web", []string{"--grace", "4s", "--flush-timeout", "500ms", "--reserve", "2s", "--quiet-period", "200ms"},
+			application("deaf", "listen=127.0.0.1:8001", "exit=none")...)
+		r.report = filepath.Join(h.runDir, "report")
+		r.await(agent.EventListener)
+		c := h.connect("127.0.0.1:8001")
+		if _, err := c.Write([]byte("x")); err != nil {
+			t.Fatal(err)
+		}
+		r.flights(1)
+		r.signal(unix.SIGTERM)
+		if code := r.wait(); code != 0 {
+			t.Errorf("got exit code %d, want 0", code)
+		}
+		d := r.drained()
+		if d.Outcome != drain.OutcomeExpired || d.Cut == nil || d.Cut.Left != 1 || d.Cut.Destroyed != 0 || !strings.Contains(d.Cut.Note, "CAP_NET_ADMIN") {
+			t.Errorf("got %s with cut %+v, want 1 left that may not be destroyed, and said", d.Outcome, d.Cut)
+		}
+	})
 	t.Run("bpf", func(t *testing.T) {
 		r := h.startWith(asNobody, "web", []string{"--datapath", "bpf"}, application("listen=127.0.0.1:8001")...)
 		if code := r.wait(); code != agent.ExitFailure || !strings.Contains(r.stderr(), "ebb check") {

@@ -456,6 +456,36 @@ func TestT3_ReadinessTurnsAtBeginAndASlowBalancerLosesNothing(t *testing.T) {
 	}
 }
 
+// A balancer that never learns is served for admit_for, and turned away before a byte from then on.
+func TestT3_AdmitForBoundsTheAdmission(t *testing.T) {
+	t.Parallel()
+	h := newHost(t)
+	r := h.run("web", []string{"--grace", "60s", "--quiet-period", "300ms", "--admit-for", "2s", "--protocol", "http1"}, goServer(t, "127.0.0.1:8001")...)
+	l := h.load(loadtest.Options{Targets: []loadtest.Target{{Name: "web", Addr: "127.0.0.1:8001"}}, Rate: 50})
+	l.warm(20)
+	r.signal(unix.SIGTERM)
+	if code := r.wait(); code != 0 {
+		t.Errorf("got exit code %d, want 0", code)
+	}
+	rep := l.end()
+	d := r.drained()
+	flip := at(t, d, drain.PhaseSettle)
+	if admitted := flip.Sub(d.Begun); admitted < 2*time.Second {
+		t.Errorf("admission closed after %v, want 2s: connections never paused", admitted)
+	}
+	for v, tally := range rep.Verdicts {
+		switch {
+		case v == loadtest.OK:
+		case v == loadtest.ConnectRefused && tally.FirstStart.After(d.Begun.Add(2*time.Second)):
+		default:
+			t.Errorf("%d × %s (%s), first at %v; begun at %v, flip at %v", tally.Count, v, tally.Example, tally.FirstStart, d.Begun, flip)
+		}
+	}
+	if d.Outcome != drain.OutcomeDrained || d.Late == nil || d.Late.Admitted == 0 || d.Late.Refused == 0 {
+		t.Errorf("got %s with late %+v, want drained with late connections admitted and refused", d.Outcome, d.Late)
+	}
+}
+
 // A drain is begun with a shorter budget: the slices are scaled to it, and the drain says so.
 func TestT13_AShorterKillTimeScalesTheSlices(t *testing.T) {
 	t.Parallel()
