@@ -203,8 +203,8 @@ func TestT10_AZeroFromBeforeTheDrainMeansNothing(t *testing.T) {
 	if !strings.Contains(out, "unguarded") {
 		t.Errorf("ebb explain does not say unguarded:\n%s", out)
 	}
-	if !strings.Contains(r.metrics(), `ebb_feature{feature="guarded"} 0`) && !strings.Contains(r.metrics(), "ebb_feature") {
-		t.Error("the metrics do not tell of the features")
+	if !strings.Contains(r.metrics(), `ebb_feature{feature="admission"} 0`) {
+		t.Error("the metrics do not say that admission cannot close")
 	}
 	c.Close()
 	if code := r.wait(); code != 0 {
