@@ -58,7 +58,7 @@ func (r *runner) account(ctx context.Context, e drain.Event) {
 	case drain.EventStale:
 		r.metrics.StaleSignal(r.o.Service)
 	case drain.EventEnd:
-		s := r.machine.Status()
+		s := r.finished(ctx, e.Drain)
 		if s.ID != e.Drain {
 			return
 		}
@@ -70,6 +70,22 @@ func (r *runner) account(ctx context.Context, e drain.Event) {
 		if d.Late != nil {
 			r.metrics.LateConnections(r.o.Service, metrics.LateAdmit, metrics.LateOK, int(d.Late.Admitted))
 			r.metrics.LateConnections(r.o.Service, metrics.LateRefuse, metrics.LateOK, int(d.Late.Refused))
+		}
+	}
+}
+
+// finished is the status of a drain whose end was told. The event comes a moment before the status that shows it.
+func (r *runner) finished(ctx context.Context, id string) drain.Status {
+	for {
+		changed := r.machine.Changed()
+		s := r.machine.Status()
+		if s.ID != id || s.Over() {
+			return s
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return r.machine.Status()
 		}
 	}
 }
