@@ -432,6 +432,9 @@ func (m *Machine) known(r result) {
 	d := m.life
 	c := r.counts
 	d.counts, d.countsAt = c, r.ended
+	if d.inFlight() != 0 {
+		d.busyAt = r.ended
+	}
 	arrived := d.counted && c.Accepted != d.accepted
 	if !d.counted || arrived {
 		// The moment of the look's end is the latest at which it can have happened.
