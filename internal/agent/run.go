@@ -278,10 +278,11 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	removed := false
 	defer func() {
 		if !removed {
-			err = errors.Join(err, dp.close(true))
+			// An adopted CMD outlives us once more: the next owner finds its counts and its rule.
+			err = errors.Join(err, dp.close(!adopted))
 		}
 	}()
-	if r.stopBefore(sigs) { // the start is abandoned: nothing runs yet
+	if !adopted && r.stopBefore(sigs) { // the start is abandoned: nothing runs yet
 		return 0, nil
 	}
 	if proc == nil {
@@ -309,7 +310,7 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 		r.degraded("the listeners of CMD cannot be followed: " + err.Error())
 	}
 	if r.machine, err = drain.New(r.machineOptions(past, adopted)); err != nil {
-		return ExitFailure, errors.Join(err, proc.killAll())
+		return ExitFailure, errors.Join(err, abandon(proc, adopted))
 	}
 	r.wg.Go(func() {
 		if err := r.machine.Run(ctx); err != nil && ctx.Err() == nil {
@@ -318,7 +319,7 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	})
 	closeAPI, err := r.serve(ctx)
 	if err != nil {
-		return ExitFailure, errors.Join(err, proc.killAll())
+		return ExitFailure, errors.Join(err, abandon(proc, adopted))
 	}
 	verb := "started"
 	if adopted {
@@ -344,6 +345,14 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 		r.log.Warn("remove backend from kernel", "err", cerr)
 	}
 	return code, nil
+}
+
+// abandon ends a CMD that cannot be supervised, unless it is one that served before us.
+func abandon(proc *process, adopted bool) error {
+	if adopted {
+		return nil
+	}
+	return proc.killAll()
 }
 
 // survivor is the CMD of an earlier `ebb run` of this name, if it is still the same living process.
