@@ -86,10 +86,11 @@ type task struct {
 
 // listener is a descriptor that connections are accepted from, by every loop.
 type listener struct {
-	fd   int32
-	id   int
-	once sync.Once
-	err  chan error // of the first loop that cannot go on
+	fd       int32
+	id       int
+	prepared bool // its connections inherit what they need
+	once     sync.Once
+	err      chan error // of the first loop that cannot go on
 }
 
 func newLoop(r *Relay, index int) (*loop, error) {
@@ -347,6 +348,11 @@ func (l *loop) acceptFrom(id int) {
 		switch errno {
 		case 0:
 			l.r.accepted.Add(1)
+			if !ln.prepared {
+				if err := setOptions(int(fd)); err != nil {
+					l.r.log.Debug("cannot set options of a connection", "err", err)
+				}
+			}
 			l.place(fd, from)
 			continue
 		case unix.EAGAIN:
