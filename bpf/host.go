@@ -135,6 +135,9 @@ func Open(o Options) (*Host, error) {
 }
 
 func open(o Options) (*Host, error) {
+	if err := ownDir(o.Dir); err != nil {
+		return nil, err
+	}
 	names, err := versions(o.Dir)
 	if err != nil {
 		return nil, err

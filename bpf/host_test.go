@@ -231,6 +231,27 @@ func TestUnfinishedInstallationIsRemoved(t *testing.T) {
 	}
 }
 
+// A BPF file system can be open to all, so the directory may have been put there by another user.
+func TestDirectoryOfAnotherUserIsRefused(t *testing.T) {
+	o := options(t)
+	netnstest.RequireRoot(t)
+	if err := os.Mkdir(o.Dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		uid  int
+		mode os.FileMode
+		ok   bool
+	}{{0, 0o700, true}, {12345, 0o700, false}, {0, 0o777, false}} {
+		if err := errors.Join(os.Chown(o.Dir, tt.uid, -1), os.Chmod(o.Dir, tt.mode)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := Open(o); errors.Is(err, ErrNotInstalled) != tt.ok {
+			t.Errorf("uid %d, mode %v: got %v, want ok %v", tt.uid, tt.mode, err, tt.ok)
+		}
+	}
+}
+
 // A binary with other programs of the same revision, or of an older one, replaces them in place; one with
 // older programs leaves newer ones.
 func TestUpgradeReplacesProgramsInPlace(t *testing.T) {
