@@ -97,16 +97,16 @@ func (h *Host) readers() (*fileReaders, error) {
 	if err := spec.LoadAndAssign(&r.objs, &ebpf.CollectionOptions{MapReplacements: h.replacements(spec)}); err != nil {
 		return nil, fmt.Errorf("load file readers: %w: %w", ErrNotSupported, err)
 	}
-	h.files = r
 	info, err := h.maps.Tags.Info()
 	if err != nil {
-		return nil, fmt.Errorf("identify map of tags: %w", err)
+		return nil, errors.Join(fmt.Errorf("identify map of tags: %w", err), r.close())
 	}
 	id, ok := info.ID()
 	if !ok {
-		return nil, fmt.Errorf("identify map of tags: %w", ErrNotSupported)
+		return nil, errors.Join(fmt.Errorf("identify map of tags: %w", ErrNotSupported), r.close())
 	}
 	r.tagsID = uint32(id)
+	h.files = r
 	return r, nil
 }
 
