@@ -86,6 +86,7 @@ func TestWithoutPrivilegeItCountsAndSaysWhatIsMissing(t *testing.T) {
 	asNobody, application := h.unprivileged(t)
 	for _, datapath := range []string{"auto", "none"} {
 		t.Run(datapath, func(t *testing.T) {
+			h := h.as(t)
 			r := h.startWith(asNobody, "web", []string{"--datapath", datapath, "--grace", "60s", "--quiet-period", "300ms"},
 				application("listen=127.0.0.1:8001")...)
 			r.report = filepath.Join(h.runDir, "report")
@@ -124,6 +125,7 @@ func TestWithoutPrivilegeItCountsAndSaysWhatIsMissing(t *testing.T) {
 		})
 	}
 	t.Run("cut", func(t *testing.T) {
+		h := h.as(t)
 		r := h.startWith(asNobody, "web", []string{"--grace", "4s", "--flush-timeout", "500ms", "--reserve", "2s", "--quiet-period", "200ms"},
 			application("deaf", "listen=127.0.0.1:8001", "exit=none")...)
 		r.report = filepath.Join(h.runDir, "report")
@@ -143,6 +145,7 @@ func TestWithoutPrivilegeItCountsAndSaysWhatIsMissing(t *testing.T) {
 		}
 	})
 	t.Run("bpf", func(t *testing.T) {
+		h := h.as(t)
 		r := h.startWith(asNobody, "web", []string{"--datapath", "bpf"}, application("listen=127.0.0.1:8001")...)
 		if code := r.wait(); code != agent.ExitFailure || !strings.Contains(r.stderr(), "ebb check") {
 			t.Errorf("got exit code %d, want %d and a hint\n%s", code, agent.ExitFailure, r.stderr())
@@ -152,6 +155,7 @@ func TestWithoutPrivilegeItCountsAndSaysWhatIsMissing(t *testing.T) {
 		}
 	})
 	t.Run("check", func(t *testing.T) {
+		h := h.as(t)
 		features, code := h.check(t, asNobody)
 		if code != 1 {
 			t.Errorf("got exit code %d, want 1", code)
@@ -295,7 +299,7 @@ func TestEachMissingThingIsSaid(t *testing.T) {
 		} else if f.State == agent.FeatureMissing && code != 1 {
 			t.Errorf("got exit code %d of ebb check, want 1", code)
 		}
-		r := h.startWith(prepare, "web", shortBudget(), app(t, "listen=127.0.0.1:8001")...)
+		r := h.startWith(prepare, "web", roomy(), app(t, "listen=127.0.0.1:8001")...)
 		said := r.await(agent.EventDegraded)
 		if !strings.Contains(said.Message, what) || !strings.Contains(said.Message, "ebb check") {
 			t.Errorf("the start says %q, want something about %q and where to look", said.Message, what)
@@ -345,7 +349,7 @@ func TestEachMissingThingIsSaid(t *testing.T) {
 		if err := os.MkdirAll(foreign, 0o700); err != nil {
 			t.Fatal(err)
 		}
-		r := h.run("web", shortBudget("--on-new", "refuse"), app(t, "listen=127.0.0.1:8001")...)
+		r := h.run("web", roomy("--on-new", "refuse"), app(t, "listen=127.0.0.1:8001")...)
 		c := h.stuck("127.0.0.1:8001")
 		if b := r.flights(1); !b.Guarded {
 			t.Errorf("a directory of somebody else's took the kernel datapath away: %v", b.Warnings)
@@ -446,7 +450,7 @@ func TestC50_MetricsOverTCPBeforeAndDuringADrain(t *testing.T) {
 func TestWhatIsLeftAfterTheEnd(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
-	r := h.run("web", shortBudget("--on-new", "refuse", "--service", "shop"), app(t, "listen=127.0.0.1:8001", "code=3")...)
+	r := h.run("web", roomy("--on-new", "refuse", "--service", "shop"), app(t, "listen=127.0.0.1:8001", "code=3")...)
 	c := h.stuck("127.0.0.1:8001")
 	sock := api.RunSocket(h.runDir, "web")
 	if fi, err := os.Stat(sock); err != nil || fi.Mode().Perm() != 0o660 {

@@ -293,6 +293,7 @@ func TestT1_OrderOfPhasesAndMomentOfTheNotice(t *testing.T) {
 	order := []drain.Phase{drain.PhaseBegin, drain.PhaseStopNew, drain.PhaseSettle, drain.PhaseWait, drain.PhaseFlush, drain.PhaseCut, drain.PhaseDone}
 	for _, moment := range []string{"begin", "settled"} {
 		t.Run(moment, func(t *testing.T) {
+			h := h.as(t)
 			quiet := "40s" // stop_new lasts as long: the notice at begin does not wait for its end
 			if moment == "settled" {
 				quiet = "2s"
@@ -614,7 +615,7 @@ func TestR9_TheWaitOfTheCommandLineEndsWithTheOutcome(t *testing.T) {
 		code   int
 		during func(t *testing.T, r *supervised)
 	}{
-		{"drained", short, 0, nil},
+		{"drained", append(slices.Clone(short), "--grace", "60s"), 0, nil},
 		{"expired", short, 3, nil},
 		{"lost", append(slices.Clone(short), "--grace", "60s"), 4, func(t *testing.T, r *supervised) {
 			r.phase(drain.PhaseWait)
@@ -630,6 +631,7 @@ func TestR9_TheWaitOfTheCommandLineEndsWithTheOutcome(t *testing.T) {
 		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			h := h.as(t)
 			r := h.run(c.name, c.flags, app(t, "listen=127.0.0.1:8001")...)
 			if c.name != "drained" {
 				conn := h.stuck("127.0.0.1:8001")
