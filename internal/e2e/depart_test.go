@@ -38,6 +38,7 @@ func TestC1_DepartureOverASteeredLink(t *testing.T) {
 			[]string{"--protocol", "opaque", "--notify", "signal:SIGQUIT@settled"}, true, true, 20, 500},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
+			t.Parallel()
 			n := newLAN(t)
 			r := n.run("web", with(wideBudget, tt.flags...), tt.argv(t)...)
 			o := loadtest.Options{
@@ -91,6 +92,7 @@ func TestC1_DepartureOverASteeredLink(t *testing.T) {
 // that have served requests before, as those of any pool have, no answer is broken by retiring: neither one with a pause
 // in its middle nor one that comes in drops.
 func TestC10_PausedAnswersAreNotRetired(t *testing.T) {
+	t.Parallel()
 	n := newLAN(t)
 	addr := n.v4(8080)
 	// The drain must not end in the middle of the pause either: one longer than quiet_period cannot be told from the end.

@@ -174,6 +174,7 @@ func reported(t *testing.T, h *host, r *supervised, name string) {
 func TestG4_ForeignDropIsReported(t *testing.T) {
 	for _, before := range []bool{true, false} {
 		t.Run(map[bool]string{true: "before ours", false: "after ours"}[before], func(t *testing.T) {
+			t.Parallel()
 			h := newHost(t)
 			const addr = "127.0.0.1:8080"
 			dir := foreignProgram(t, "DROP=8080")
@@ -198,6 +199,7 @@ func TestG4_ForeignDropIsReported(t *testing.T) {
 func TestG4_ForeignSelectionIsCounted(t *testing.T) {
 	for _, before := range []bool{true, false} {
 		t.Run(map[bool]string{true: "before ours", false: "after ours"}[before], func(t *testing.T) {
+			t.Parallel()
 			h := newHost(t)
 			const addr = "127.0.0.1:8080"
 			dir := foreignProgram(t, "SELECT=8080")
@@ -262,6 +264,7 @@ func selectListener(t *testing.T, path string, pid int) {
 // An exclusive sock_ops program at the root of the cgroups leaves no place for ours: said, and what is claimed rests on
 // what is left. The root is that of a cgroup namespace, so that nobody else on this machine is disturbed.
 func TestG4_ExclusiveSockOpsIsReported(t *testing.T) {
+	t.Parallel()
 	h := newHost(t)
 	const addr = "127.0.0.1:8080"
 	cg := netnstest.Cgroup(t)

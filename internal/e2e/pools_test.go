@@ -106,6 +106,7 @@ func TestG5_PoolsThatNeverPauseLeave(t *testing.T) {
 		{"http2 in cleartext, notified", false, true, []string{"--notify", "signal:SIGQUIT@settled"}, []string{"-h2c", "-graceful"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
+			t.Parallel()
 			n := newLAN(t)
 			addr := n.v4(8080)
 			r := n.run("g5", with(with(wideBudget, "--on-new", "refuse"), tt.flags...), goServer(t, addr, tt.server...)...)
