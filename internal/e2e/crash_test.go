@@ -347,7 +347,7 @@ func shuttingDown(master int) (n int) {
 	if err != nil {
 		return 0
 	}
-	for _, pid := range strings.Fields(string(b)) {
+	for pid := range strings.FieldsSeq(string(b)) {
 		title, err := os.ReadFile("/proc/" + pid + "/cmdline")
 		if err == nil && strings.Contains(string(title), "shutting down") {
 			n++
