@@ -155,6 +155,7 @@ func (k *kernelDatapath) addSpace(fd int, own bool) error {
 		o.NetNS = sp.fd
 	}
 	if sp.diag, err = probes.OpenDiag(o); err != nil {
+		closeFD(sp.fd)
 		return err
 	}
 	k.mu.Lock()
@@ -460,7 +461,7 @@ func (k *kernelDatapath) cover(l listener) error {
 		return err
 	}
 	if k.closed() { // it will be refused from the next line on
-		if err := k.shadow(context.Background(), []listener{l}); err != nil {
+		if _, err := k.shadow(context.Background(), []listener{l}); err != nil {
 			return err
 		}
 	}
@@ -479,6 +480,9 @@ func (k *kernelDatapath) uncover(l listener) {
 	if err := k.host.Dismiss(bpf.Address{NetNS: l.netns, AddrPort: l.addr}, k.id); err != nil {
 		k.log.Debug("dismiss rule", "address", l.addr.String(), "err", err)
 	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	delete(k.taken, l.addr)
 }
 
 func (k *kernelDatapath) overruled() string {
@@ -648,8 +652,12 @@ func (k *kernelDatapath) refuse(ctx context.Context, covered []listener, aside b
 	if taken > 0 {
 		return fmt.Errorf("%w: %d of its addresses are shared with another backend", errUnguarded, taken)
 	}
-	if err := k.shadow(ctx, covered); err != nil {
+	shared, err := k.shadow(ctx, covered)
+	if err != nil {
 		return err
+	}
+	if shared.IsValid() {
+		return fmt.Errorf("%w: another process listens on %s too, and a refusal would meet its new connections as well", errUnguarded, shared)
 	}
 	return k.setRule(func(r *bpf.BackendRule) { r.Action, r.Until, r.Aside = bpf.ActionRefuse, until, aside })
 }
@@ -666,41 +674,54 @@ func (k *kernelDatapath) setRule(change func(*bpf.BackendRule)) error {
 	return nil
 }
 
-// shadow lets other processes' listeners through that sit on a specific address of a port for which we have a
+// shadow lets other processes' listeners through that sit on a more specific address of a port for which we have a
 // wildcard rule: the rule would otherwise catch their connections too. Those that come later get their pass entry in the
-// kernel, at LISTEN.
-func (k *kernelDatapath) shadow(ctx context.Context, covered []listener) error {
+// kernel, at LISTEN. A listener of theirs on an address of ours (SO_REUSEPORT) no rule can tell apart: shared names one.
+func (k *kernelDatapath) shadow(ctx context.Context, covered []listener) (shared netip.AddrPort, err error) {
+	type at struct {
+		netns uint64
+		addr  netip.AddrPort
+	}
 	mine := map[uint64]bool{}
-	wild := map[uint64]map[uint16]bool{} // namespace → ports with a wildcard rule
+	rules := map[at]listener{}
 	var ports []uint16
 	for _, l := range covered {
 		mine[l.cookie] = true
-		if l.addr.Addr().IsUnspecified() {
-			if wild[l.netns] == nil {
-				wild[l.netns] = map[uint16]bool{}
-			}
-			wild[l.netns][l.addr.Port()] = true
-			ports = append(ports, l.addr.Port())
-		}
+		rules[at{l.netns, l.addr}] = l
+		ports = append(ports, l.addr.Port())
 	}
 	if len(ports) == 0 {
-		return nil
+		return shared, nil
 	}
 	for _, sp := range k.spaces() {
-		socks, err := sp.diag.Dump(ctx, probes.Filter{States: states(tcpListen), LocalPorts: ports})
+		socks, err := sp.diag.Dump(ctx, probes.Filter{States: states(tcpListen), LocalPorts: ports, Tags: true})
 		if err != nil {
-			return err
+			return shared, err
 		}
 		for _, s := range socks {
-			if mine[s.Cookie] || s.Local.Addr().IsUnspecified() || !wild[sp.id][s.Local.Port()] {
+			if t, err := bpf.DecodeTag(s.Tag); mine[s.Cookie] || err == nil && t.Backend == k.id {
+				continue
+			}
+			if _, ok := rules[at{sp.id, s.Local}]; ok {
+				shared = s.Local
+				continue
+			}
+			_, v4 := rules[at{sp.id, netip.AddrPortFrom(netip.IPv4Unspecified(), s.Local.Port())}]
+			any6, v6 := rules[at{sp.id, netip.AddrPortFrom(netip.IPv6Unspecified(), s.Local.Port())}]
+			if s.Local.Addr().Is4() {
+				v6 = v6 && !any6.v6only
+			} else {
+				v4 = false
+			}
+			if !v4 && !v6 {
 				continue
 			}
 			if err := k.host.Pass(bpf.Address{NetNS: sp.id, AddrPort: s.Local}, k.id); err != nil {
-				return err
+				return shared, err
 			}
 		}
 	}
-	return nil
+	return shared, nil
 }
 
 func (k *kernelDatapath) admit() error {
