@@ -34,6 +34,9 @@ const server = "127.0.0.1:9001"
 type contender struct {
 	Name string
 	addr string
+	path string
+	args []string
+	cmd  *exec.Cmd
 	pids []int
 }
 
@@ -129,10 +132,7 @@ func (b *bench) start(addr string, name string, args ...string) (*exec.Cmd, erro
 
 func (b *bench) stop() {
 	for _, cmd := range slices.Backward(b.cmds) {
-		if err := cmd.Process.Signal(unix.SIGTERM); err == nil {
-			// An error is how the others say that they were told to end.
-			_ = cmd.Wait()
-		}
+		end(cmd)
 	}
 }
 
@@ -211,16 +211,30 @@ func (b *bench) startAll() error {
 }
 
 func (b *bench) contend(name, addr, path string, args ...string) error {
-	cmd, err := b.start(addr, path, args...)
-	if err != nil {
+	c := &contender{Name: name, addr: addr, path: path, args: args}
+	b.with = append(b.with, c)
+	return b.fresh(c)
+}
+
+// fresh starts a contender, again if it runs.
+func (b *bench) fresh(c *contender) error {
+	if c.cmd != nil {
+		b.cmds = slices.DeleteFunc(b.cmds, func(cmd *exec.Cmd) bool { return cmd == c.cmd })
+		end(c.cmd)
+	}
+	var err error
+	if c.cmd, err = b.start(c.addr, c.path, c.args...); err != nil {
 		return err
 	}
-	pids, err := family(cmd.Process.Pid)
-	if err != nil {
-		return err
+	c.pids, err = family(c.cmd.Process.Pid)
+	return err
+}
+
+// end ends a process. An error is how some say that they were told to.
+func end(cmd *exec.Cmd) {
+	if err := cmd.Process.Signal(unix.SIGTERM); err == nil {
+		_ = cmd.Wait()
 	}
-	b.with = append(b.with, &contender{Name: name, addr: addr, pids: pids})
-	return nil
 }
 
 // family is a process and those that it has started.
@@ -272,6 +286,12 @@ func (b *bench) measure() error {
 			for _, i := range b.rng.Perm(len(b.with)) {
 				if k == "idle" && b.with[i].Name == "io.Copy" {
 					continue // it needs six descriptors for each
+				}
+				if k == "idle" {
+					// What one that has worked keeps for later would hide what a connection takes.
+					if err := b.fresh(b.with[i]); err != nil {
+						return err
+					}
 				}
 				s, err := b.take(b.with[i], k)
 				if err != nil {
