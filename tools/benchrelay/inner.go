@@ -223,10 +223,7 @@ func (b *bench) fresh(c *contender) error {
 		end(c.cmd)
 	}
 	var err error
-	if c.cmd, err = b.start(c.addr, c.path, c.args...); err != nil {
-		return err
-	}
-	c.pids, err = family(c.cmd.Process.Pid)
+	c.cmd, err = b.start(c.addr, c.path, c.args...)
 	return err
 }
 
@@ -363,6 +360,10 @@ func (b *bench) take(c *contender, kind string) (s sample, err error) {
 		return nil
 	}
 	if err := step("ready"); err != nil {
+		return s, err
+	}
+	// Now, since nginx listens before it starts its workers.
+	if c.pids, err = family(c.cmd.Process.Pid); err != nil {
 		return s, err
 	}
 	memory, fds, err := c.size()
