@@ -309,6 +309,9 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	if err := dp.watch(ctx, proc.pid); err != nil && ctx.Err() == nil {
 		r.degraded("the listeners of CMD cannot be followed: " + err.Error())
 	}
+	if adopted {
+		r.b.begun() // a drain that goes on counts what comes late from here
+	}
 	if r.machine, err = drain.New(r.machineOptions(past, adopted)); err != nil {
 		return ExitFailure, errors.Join(err, abandon(proc, adopted))
 	}

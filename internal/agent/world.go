@@ -49,6 +49,7 @@ type backend struct {
 	mustSee  bool   // after a restart the counts are checked against a walk before a zero is believed
 	accepted uint64 // connections ever accepted, at the last census
 	atBegin  uint64 // the same when the drain began
+	refused  int64  // connections turned away before it began
 	gone     bool   // nothing of the flip's half-open requests and queues is left
 	refusing bool
 
@@ -196,8 +197,11 @@ func (b *backend) Journal(r drain.Record) error {
 		return err
 	}
 	switch r.Type {
-	case "begin", "shorten", "extend":
-		b.begun(r)
+	case "begin":
+		b.begun()
+		b.mark(r)
+	case "shorten", "extend":
+		b.mark(r)
 	}
 	return nil
 }
@@ -417,27 +421,36 @@ func (b *backend) lift() {
 	}
 }
 
-// begun notes where the counts stood when the drain began, so that what came later can be told.
-func (b *backend) begun(r drain.Record) {
+// begun notes where the counts stand, so that what comes later can be told, and begins the patience of Retire anew.
+func (b *backend) begun() {
+	b.lookMu.Lock()
+	b.waitFrom = time.Time{}
+	b.lookMu.Unlock()
+	refused, _ := b.dp.refused()
 	c, err := b.census(context.Background())
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.refused = refused
 	if err == nil {
-		b.mu.Lock()
 		b.atBegin = c.total
-		b.mu.Unlock()
 	}
+}
+
+// mark tells the kernel of the drain and its deadline.
+func (b *backend) mark(r drain.Record) {
 	if err := b.dp.mark(time.Duration(r.BegunBoot), time.Duration(r.DeadlineBoot)); err != nil {
 		b.log.Warn("mark drain in the kernel: zero is found by polling alone", "err", err)
 	}
 }
 
-// late counts the connections that came after the backend was told to stop; nil when no drain has begun here.
+// late counts the connections that came after the drain began, or after the restart of ebb if that was later.
 func (b *backend) late() *api.Late {
-	b.mu.Lock()
-	admitted := int64(b.accepted) - int64(b.atBegin)
-	b.mu.Unlock()
 	refused, ok := b.dp.refused()
-	if !ok {
-		return &api.Late{Admitted: max(0, admitted)}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	l := &api.Late{Admitted: max(0, int64(b.accepted)-int64(b.atBegin))}
+	if ok {
+		l.Refused = max(0, refused-b.refused)
 	}
-	return &api.Late{Admitted: max(0, admitted), Refused: refused}
+	return l
 }
