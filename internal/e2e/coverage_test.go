@@ -313,7 +313,7 @@ func TestG10_WhatIsNotCoveredIsSaid(t *testing.T) {
 func TestG10_MPTCPSurvivorsOfACutAreReported(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
-	r := h.run("web", []string{"--grace", "4s", "--flush-timeout", "500ms", "--reserve", "2s", "--quiet-period", "200ms", "--on-new", "refuse"},
+	r := h.run("web", []string{"--grace", "8s", "--flush-timeout", "500ms", "--reserve", "6s", "--quiet-period", "200ms", "--on-new", "refuse"},
 		app(t, "deaf", "mptcp=127.0.0.1:8001", "exit=none")...)
 	var c net.Conn
 	h.ns.Do(t, func() {

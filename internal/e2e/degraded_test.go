@@ -126,7 +126,7 @@ func TestWithoutPrivilegeItCountsAndSaysWhatIsMissing(t *testing.T) {
 	}
 	t.Run("cut", func(t *testing.T) {
 		h := h.as(t)
-		r := h.startWith(asNobody, "web", []string{"--grace", "4s", "--flush-timeout", "500ms", "--reserve", "2s", "--quiet-period", "200ms"},
+		r := h.startWith(asNobody, "web", []string{"--grace", "8s", "--flush-timeout", "500ms", "--reserve", "6s", "--quiet-period", "200ms"},
 			application("deaf", "listen=127.0.0.1:8001", "exit=none")...)
 		r.report = filepath.Join(h.runDir, "report")
 		r.await(agent.EventListener)
