@@ -268,11 +268,15 @@ func (r *runner) report(ctx context.Context, proc *process, code int) error {
 	if err != nil {
 		return fmt.Errorf("encode report: %w", err)
 	}
+	body = append(body, '\n')
+	if st, err := os.Stat(r.o.Report); err == nil && !st.Mode().IsRegular() {
+		return os.WriteFile(r.o.Report, body, 0o600) // /dev/stdout or a pipe: written to, never replaced
+	}
 	f, err := os.CreateTemp(filepath.Dir(r.o.Report), ".ebb-report-*")
 	if err != nil {
 		return err
 	}
-	_, err = f.Write(append(body, '\n'))
+	_, err = f.Write(body)
 	if err = errors.Join(err, f.Close()); err == nil {
 		err = os.Rename(f.Name(), r.o.Report)
 	}
