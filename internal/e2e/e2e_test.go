@@ -184,25 +184,12 @@ func (h *host) startWith(prepare func(*exec.Cmd), name string, flags []string, a
 	h.t.Cleanup(func() {
 		r.cmd.Cmd.Process.Kill()
 		<-r.done
-		r.endOrphan()
 		r.endOrphan(argv[0])
 		if h.t.Failed() {
 			r.dump()
 		}
 	})
 	return r
-}
-
-// endOrphan kills a CMD that has outlived its supervisor, as it should when that is killed. What a pid of an event means
-// outside of its namespace is not known, so the process must have been given this host's directory.
-func (r *supervised) endOrphan() {
-	for _, e := range r.all(agent.EventRun) {
-		pid, _ := e.Fields["pid"].(float64)
-		env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", int(pid)))
-		if err == nil && pid > 1 && bytes.Contains(env, []byte("EBB_RUN_DIR="+r.h.runDir+"\x00")) {
-			_ = syscall.Kill(-int(pid), syscall.SIGKILL) // it may have ended meanwhile
-		}
-	}
 }
 
 // run starts `ebb run` and waits until it has found a listener.
