@@ -246,7 +246,7 @@ func family(pid int) ([]int, error) {
 		if err != nil {
 			return nil, err
 		}
-		for _, c := range strings.Fields(string(text)) {
+		for c := range strings.FieldsSeq(string(text)) {
 			n, err := strconv.Atoi(c)
 			if err != nil {
 				return nil, err
