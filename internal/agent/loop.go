@@ -124,7 +124,11 @@ func (r *runner) reapRest(ctx context.Context, proc *process) {
 	if len(rest) == 0 {
 		return
 	}
-	r.log.Info("CMD has ended; its descendants are asked to", "pids", rest)
+	if r.b.flushed.Load() {
+		r.log.Info("CMD has ended; its descendants are asked to", "pids", rest)
+	} else {
+		r.log.Warn("CMD has ended by itself while processes that it started live, and these are ended too; a server must stay in the foreground, as nginx does with -g 'daemon off;'", "pids", rest)
+	}
 	for _, pid := range rest {
 		if err := unix.Kill(pid, unix.SIGTERM); err != nil && !errors.Is(err, unix.ESRCH) {
 			r.log.Warn("end descendant", "pid", pid, "err", err)
