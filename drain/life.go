@@ -373,7 +373,7 @@ func (m *Machine) join(r Request, now time.Time) {
 	if !r.Deadline.IsZero() {
 		want = now.Add(r.Deadline.Sub(now)) // with a monotonic reading of its own
 	}
-	if g := r.Policy.Grace; g > 0 {
+	if g := r.Policy.Grace; g > 0 && !r.Join {
 		if t := now.Add(g - r.Spent); t.Before(want) {
 			want = t
 		}

@@ -487,6 +487,10 @@ func TestR2_SecondBeginOnlyShortens(t *testing.T) {
 		if !later.Deadline.Equal(first.Deadline) {
 			t.Errorf("deadline: got %v later, want it where it was", later.Deadline.Sub(first.Deadline))
 		}
+		joined := b.begin(Request{Cause: CauseOperator, Join: true, Policy: with(func(p *Policy) { p.Grace = 9 * time.Second })})
+		if !joined.Deadline.Equal(first.Deadline) {
+			t.Errorf("a Begin that joins moved the deadline by %v", joined.Deadline.Sub(first.Deadline))
+		}
 		none := b.begin(Request{})
 		if !none.Deadline.Equal(first.Deadline) {
 			t.Errorf("a Begin without policy moved the deadline by %v", none.Deadline.Sub(first.Deadline))

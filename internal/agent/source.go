@@ -265,7 +265,9 @@ func (r *runner) Drain(ctx context.Context, name string, q api.DrainRequest) (ap
 	if err != nil {
 		return api.Drain{}, fmt.Errorf("%w: %w", api.ErrNotPossible, err)
 	}
-	s, err := r.machine.Begin(ctx, drain.Request{Gen: q.Gen, Cause: drain.CauseOperator, Policy: eff.Policy, Deadline: deadline, Reason: q.Reason, By: q.By})
+	s, err := r.machine.Begin(ctx, drain.Request{
+		Gen: q.Gen, Cause: drain.CauseOperator, Policy: eff.Policy, Deadline: deadline, Join: q.Grace == nil, Reason: q.Reason, By: q.By,
+	})
 	return r.answer(s, err)
 }
 
