@@ -217,7 +217,7 @@ func (r *supervised) stderr() string {
 
 // complaints are the lines of the log but for those about the host: other tests install beside this one.
 func (r *supervised) complaints() (lines []string) {
-	for _, l := range strings.Split(r.stderr(), "\n") {
+	for l := range strings.SplitSeq(r.stderr(), "\n") {
 		if l != "" && !strings.Contains(l, `"msg":"degraded"`) {
 			lines = append(lines, l)
 		}
@@ -227,7 +227,7 @@ func (r *supervised) complaints() (lines []string) {
 
 // logged tells whether a line of the log at a level contains a text.
 func (r *supervised) logged(level, text string) bool {
-	for _, l := range strings.Split(r.stderr(), "\n") {
+	for l := range strings.SplitSeq(r.stderr(), "\n") {
 		if strings.Contains(l, `"level":"`+level+`"`) && strings.Contains(l, text) {
 			return true
 		}

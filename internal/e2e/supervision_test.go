@@ -63,7 +63,7 @@ func TestExitCodesOfTheContract(t *testing.T) {
 	// Whatever went wrong, nothing is left.
 	eventually(t, "no process of a failed start is left", func() bool {
 		out, _ := exec.Command("pgrep", "-f", "^sleep 60$").Output()
-		for _, pid := range strings.Fields(string(out)) {
+		for pid := range strings.FieldsSeq(string(out)) {
 			if env, err := os.ReadFile("/proc/" + pid + "/environ"); err == nil && strings.Contains(string(env), "EBB_RUN_DIR="+h.runDir) {
 				return false
 			}
