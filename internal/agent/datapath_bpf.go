@@ -739,10 +739,12 @@ func (k *kernelDatapath) refused() (int64, bool) {
 
 func (k *kernelDatapath) unmark() error { return k.host.ClearDrain(k.id) }
 
-func (k *kernelDatapath) forget(cookie uint64) {
+func (k *kernelDatapath) forget(cookie uint64) bool {
 	if err := k.host.Forget(cookie); err != nil {
 		k.log.Debug("forget listener", "err", err)
+		return false
 	}
+	return true
 }
 
 func (k *kernelDatapath) close(remove bool) error {

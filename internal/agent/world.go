@@ -111,11 +111,10 @@ func (b *backend) take(ls []listener) {
 		if !was {
 			was = b.cov.split(append(slices.Clone(live), l))[len(live)] == ""
 		}
-		if l.open+l.ending+l.closing == 0 {
+		if l.open+l.ending+l.closing == 0 && b.dp.forget(l.cookie) {
 			if was {
 				b.goneSum += l.total
 			}
-			b.dp.forget(l.cookie)
 			continue
 		}
 		if was {
