@@ -9,6 +9,8 @@ import (
 	"path/filepath"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/ebbproxy/ebb/bpf"
 )
 
@@ -35,9 +37,19 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 	}
 	live := map[string]bool{}
 	for _, e := range entries {
-		if name, ok := strings.CutSuffix(e.Name(), ".lock"); ok && locked(filepath.Join(dir, e.Name())) {
+		name, ok := strings.CutSuffix(e.Name(), ".lock")
+		if !ok {
+			continue
+		}
+		// Kept until all is removed, so that a run of that name does not start with files that are about to go.
+		lock, dead := lockOfDead(filepath.Join(dir, e.Name()))
+		if !dead {
 			live[name] = true
 			alive = append(alive, name)
+			continue
+		}
+		if lock != nil {
+			defer lock.Close()
 		}
 	}
 	for _, e := range entries {
@@ -62,4 +74,17 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 		}
 	}
 	return removed, alive, err
+}
+
+// lockOfDead takes the lock of a run that has ended, shared with others who look; false if its owner lives.
+func lockOfDead(path string) (lock *os.File, dead bool) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, errors.Is(err, os.ErrNotExist)
+	}
+	if unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB) != nil {
+		f.Close()
+		return nil, false
+	}
+	return f, true
 }

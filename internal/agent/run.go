@@ -119,7 +119,7 @@ type runner struct {
 	had      api.Backend // listeners and what is not covered, when the last drain began
 }
 
-type paths struct{ dir, sock, journal, lock string }
+type paths struct{ dir, sock, journal string }
 
 // Run supervises a command until it has ended and returns the exit code of the contract. The error, if any, is Ebb's
 // own; the code already says so.
@@ -182,25 +182,24 @@ func (r *runner) claim() error {
 	}
 	dir := filepath.Join(r.o.RunDir, "run")
 	take := func(name string) (*os.File, error) {
-		f, err := os.OpenFile(filepath.Join(dir, name+".lock"), os.O_RDWR|os.O_CREATE, 0o600)
-		if err != nil {
-			return nil, fmt.Errorf("open lock: %w", err)
-		}
+		path := filepath.Join(dir, name+".lock")
 		// Not at the first refusal: a run that is starting tries the locks of the others for a moment, to tell the dead.
 		for range 25 {
-			if err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); !errors.Is(err, unix.EWOULDBLOCK) {
-				break
+			f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+			if err != nil {
+				return nil, fmt.Errorf("open lock: %w", err)
+			}
+			err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+			if err == nil && isAt(f, path) {
+				return f, nil
+			}
+			f.Close()
+			if err != nil && !errors.Is(err, unix.EWOULDBLOCK) {
+				return nil, fmt.Errorf("lock name %s: %w", name, err)
 			}
 			wait(context.Background(), 20*time.Millisecond)
 		}
-		if err != nil {
-			f.Close()
-			if errors.Is(err, unix.EWOULDBLOCK) {
-				return nil, fmt.Errorf("%w: another `ebb run` named %s is alive; give this one its own --name", ErrNameTaken, name)
-			}
-			return nil, fmt.Errorf("lock name %s: %w", name, err)
-		}
-		return f, nil
+		return nil, fmt.Errorf("%w: another `ebb run` named %s is alive; give this one its own --name", ErrNameTaken, name)
 	}
 	f, err := take(r.o.Name)
 	if errors.Is(err, ErrNameTaken) && !given {
@@ -215,11 +214,21 @@ func (r *runner) claim() error {
 		r.o.Service = r.o.Name
 	}
 	base := filepath.Join(dir, r.o.Name)
-	r.paths = paths{dir: dir, sock: base + ".sock", journal: base + ".journal", lock: base + ".lock"}
+	r.paths = paths{dir: dir, sock: base + ".sock", journal: base + ".journal"}
 	if r.o.API != "" {
 		r.paths.sock = r.o.API
 	}
 	return nil
+}
+
+// isAt tells whether an open file is still the one at path: `ebb cleanup` may have removed it before it was locked.
+func isAt(f *os.File, path string) bool {
+	open, err := f.Stat()
+	if err != nil {
+		return false
+	}
+	there, err := os.Lstat(path)
+	return err == nil && os.SameFile(open, there)
 }
 
 // backendID names a backend of this host: the same run, restarted, gets the same one, and the same name in another
@@ -421,12 +430,11 @@ func deadBackends(dir string) func(uint64) bool {
 
 // locked tells whether a living owner holds the lock.
 func locked(path string) bool {
-	f, err := os.Open(path)
-	if err != nil {
-		return !errors.Is(err, os.ErrNotExist)
+	lock, dead := lockOfDead(path)
+	if lock != nil {
+		lock.Close()
 	}
-	defer f.Close()
-	return unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB) != nil
+	return !dead
 }
 
 func portsOnly(aps []netip.AddrPort) []uint16 {
