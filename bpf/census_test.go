@@ -578,6 +578,32 @@ func TestG9_TwoOwnersSideBySide(t *testing.T) {
 	pb.end(t)
 }
 
+// A listener that outlived its backend is none of the next one that has the same id.
+func TestListenerOfARemovedBackendIsNotSubtracted(t *testing.T) {
+	ns := netnstest.New(t)
+	h := installed(t, options(t))
+	id := netnsID(t, ns)
+	watch := func(addr string) {
+		t.Helper()
+		if err := h.WatchAddress(Address{id, netip.MustParseAddrPort(addr)}, Watch{Backend: 1, Gen: 1, Only: []uint16{4650, 4651}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	watch("127.0.0.1:4650")
+	old := ns.Listen(t, "tcp", "127.0.0.1:4650")
+	if err := h.RemoveBackend(1); err != nil {
+		t.Fatal(err)
+	}
+	watch("127.0.0.1:4651")
+	ns.Listen(t, "tcp", "127.0.0.1:4651")
+	if err := old.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if a, err := h.Listeners(1); err != nil || a.Live != 1 {
+		t.Errorf("got %d listeners, %v, want the one that is open", a.Live, err)
+	}
+}
+
 func port(addr string) string {
 	_, p, _ := net.SplitHostPort(addr)
 	return p
