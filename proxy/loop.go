@@ -52,6 +52,7 @@ type loop struct {
 	buf   []byte
 	now   int64 // of the turn, in ns since the relay began
 	rng   *rand.Rand
+	turn  int // bytes that a flow may carry at a time
 
 	slabs [][]conn
 	spare []int32 // ids that are free
@@ -99,7 +100,7 @@ type listener struct {
 }
 
 func newLoop(r *Relay, index int) (*loop, error) {
-	l := &loop{r: r, index: index, buf: make([]byte, bufferSize), rng: rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())), accepts: 1}
+	l := &loop{r: r, index: index, buf: make([]byte, bufferSize), rng: rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64())), turn: turnSize, accepts: 1}
 	ep, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
 	if err != nil {
 		return nil, fmt.Errorf("create epoll: %w", err)

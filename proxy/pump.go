@@ -12,8 +12,8 @@ const (
 	// bulkLeast is what a turn of a spliced flow has to carry, or else it is copied again.
 	bulkLeast = 16 << 10
 
-	// turn bounds what one flow carries before others get theirs.
-	turn = 2 << 20
+	// turnSize bounds what one flow carries before others get theirs.
+	turnSize = 2 << 20
 )
 
 // pump carries what side s sends to the other side, until one has no more to give or the other to take, or the turn is
@@ -103,7 +103,7 @@ func (l *loop) carry(c *conn, s int, carried *int) next {
 		if !src.ready || !dst.room {
 			return flowWaits
 		}
-		if *carried >= turn {
+		if *carried >= l.turn {
 			return flowAgain
 		}
 		if f.bulk && !src.plain {

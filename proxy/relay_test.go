@@ -684,7 +684,9 @@ func TestServeRefuses(t *testing.T) {
 	any := listen(t, "tcp", "[::]:0")
 	serveListener(t, r, any)
 	peer := Peer{Address: netip.AddrPortFrom(netip.MustParseAddr("127.0.0.9"), address(any).Port())}
-	dial(t, address(any))
+	if c, err := net.Dial("tcp", address(any).String()); err == nil { // it is reset: there are no peers
+		c.Close()
+	}
 	if !eventually(func() bool { return r.Stats().Accepted == 1 }) {
 		t.Fatal("nothing is accepted")
 	}
@@ -997,6 +999,165 @@ func onePair(at netip.AddrPort, seed uint64, pairs *sync.Map) error {
 	wg.Go(func() { b.play(peer.c) })
 	wg.Wait()
 	return errors.Join(a.check(&b, "client"), b.check(&a, "server"))
+}
+
+// TestUrgentByteInTheQueue: reads end early at an urgent byte, which must not be taken for the end of what is there.
+func TestUrgentByteInTheQueue(t *testing.T) {
+	leakCheck(t)
+	to := backend(t, "tcp", "127.0.0.1:0", echo)
+	r := start(t, Options{Peers: []Peer{{Address: to}}})
+	r.Park()
+	c := dial(t, serve(t, r, "tcp", "127.0.0.1:0"))
+	raw, err := c.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, part := range []struct {
+		b     string
+		flags int
+	}{{"before ", 0}, {"urgen", 0}, {"t", unix.MSG_OOB}, {" after", 0}} {
+		var err error
+		if e := raw.Write(func(fd uintptr) bool {
+			_, err = unix.SendmsgN(int(fd), []byte(part.b), nil, nil, part.flags)
+			return !errors.Is(err, unix.EAGAIN)
+		}); e != nil || err != nil {
+			t.Fatal(e, err)
+		}
+	}
+	if !eventually(func() bool { return r.Stats().Parked == 1 }) {
+		t.Fatal("not parked")
+	}
+	if err := r.Release(); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, len("before urgent after"))
+	if _, err := io.ReadFull(c, got); err != nil || string(got) != "before urgent after" {
+		t.Errorf("got %q, %v", got, err)
+	}
+}
+
+// TestShortWrites: what a client takes only a part of is kept, in order.
+func TestShortWrites(t *testing.T) {
+	leakCheck(t)
+	messages := make(chan []byte)
+	to := backend(t, "tcp", "127.0.0.1:0", func(c *net.TCPConn) {
+		for b := range messages {
+			c.Write(b)
+		}
+		c.CloseWrite()
+		io.Copy(io.Discard, c)
+	})
+	l := listen(t, "tcp", "127.0.0.1:0")
+	raw, err := l.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The relay's sockets inherit it, so that they are full soon.
+	if err := raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, 16<<10) }); err != nil {
+		t.Fatal(err)
+	}
+	r := start(t, Options{Peers: []Peer{{Address: to}}, MaxPipes: 1})
+	serveListener(t, r, l)
+	c := dial(t, address(l))
+	if err := c.SetReadBuffer(64 << 10); err != nil {
+		t.Fatal(err)
+	}
+	rng := rand.NewChaCha8([32]byte{3})
+	var want []byte
+	message := func(n int) {
+		b := make([]byte, n)
+		rng.Read(b)
+		want = append(want, b...)
+		messages <- b
+	}
+	// One message at a time, so that each is one read of the relay, until one is not carried whole.
+	for full := false; !full; {
+		message(20_000)
+		last := uint64(0)
+		stands := 0
+		if !eventually(func() bool {
+			n := r.Stats().BytesToClients
+			if n == last {
+				stands++
+			} else {
+				last, stands = n, 0
+			}
+			full = stands > 20
+			return full || n == uint64(len(want))
+		}) {
+			t.Fatal("nothing moves")
+		}
+	}
+	go func() {
+		for range 10 {
+			message(20_000)
+		}
+		close(messages)
+	}()
+	got, err := io.ReadAll(c)
+	if err != nil || !bytes.Equal(got, want) {
+		t.Errorf("got %d bytes, %v, want %d, the same: %v", len(got), err, len(want), bytes.Equal(got, want))
+	}
+}
+
+// TestFlowsTakeTurns: a flow that has much to carry lets others have theirs.
+func TestFlowsTakeTurns(t *testing.T) {
+	leakCheck(t)
+	r := start(t, Options{Loops: 1})
+	l, err := newLoop(r, 1) // not run
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.release()
+	pair := func() (ours int32, other *net.TCPConn) {
+		ln := listen(t, "tcp", "127.0.0.1:0")
+		other = dial(t, address(ln))
+		c, err := ln.AcceptTCP()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		raw, err := c.SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := raw.Control(func(fd uintptr) { ours = int32(fd) }); err != nil {
+			t.Fatal(err)
+		}
+		return ours, other
+	}
+	c := l.get()
+	c.phase = open
+	var from, to *net.TCPConn
+	c.side[client].fd, from = pair()
+	c.side[server].fd, to = pair()
+	c.side[client].ready, c.side[server].room = true, true
+	const total = 60_000
+	go from.Write(make([]byte, total))
+	if !eventually(func() bool {
+		n, err := unix.IoctlGetInt(int(c.side[client].fd), unix.SIOCINQ)
+		return err == nil && n == total
+	}) {
+		t.Fatal("the bytes do not come")
+	}
+	l.turn = 1000
+	l.pump(c, client)
+	if n := l.carried[client].Load(); n < 1000 || n >= total || len(l.again) != 1 {
+		t.Errorf("got %d bytes carried and %d flows that wait for a turn, want a part of %d and one", n, len(l.again), total)
+	}
+	c.flow[client].again = false
+	l.turn = turnSize
+	l.pump(c, client)
+	if n := l.carried[client].Load(); n != total {
+		t.Errorf("got %d bytes carried after another turn, want %d", n, total)
+	}
+	if _, err := io.CopyN(io.Discard, to, total); err != nil {
+		t.Error(err)
+	}
+	for _, p := range l.pipes {
+		p.close()
+		r.pipes.Add(-1)
+	}
 }
 
 // TestOneStreamDoesNotStarveOthers: small messages get through beside a stream that never pauses.
