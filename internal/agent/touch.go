@@ -62,6 +62,7 @@ func (b *backend) Retire(ctx context.Context) (int, error) {
 		}
 		err := probes.Retire(ctx, v)
 		switch {
+		case err == nil && v.Shutdown&1 != 0: // it was told before, and is counted
 		case err == nil:
 			n++
 		case errors.Is(err, probes.ErrChanged), errors.Is(err, probes.ErrGone):
