@@ -62,7 +62,8 @@ func listenerCount(cookie uint64, c censusCount) ListenerCount {
 		Cookie: cookie, Backend: c.Backend, Gen: c.Gen, Address: addressOf(c.Addr),
 		V6Only: c.Flags&listenerV6Only != 0, MPTCP: c.Flags&listenerMPTCP != 0,
 		Aside: c.Flags&listenerAside != 0, Listening: c.Listening != 0,
-		Open: int64(c.Live & 0xffffffff), Ending: int64(c.Live >> 32), Closing: c.Closing,
+		// Signed halves: a count below zero must show as one.
+		Open: int64(int32(uint32(c.Live))), Ending: int64(int32(uint32(c.Live >> 32))), Closing: c.Closing,
 		Total: c.Total, Closed: c.Closed,
 		BySockops: c.BySockops, ByTracing: c.ByTracing, ByAdopt: c.ByAdopt, Healed: c.Healed,
 	}

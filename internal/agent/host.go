@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ebbproxy/ebb/bpf"
+	"github.com/ebbproxy/ebb/probes"
 )
 
 // HostOptions names what Ebb keeps on a host.
@@ -48,6 +49,10 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 			alive = append(alive, name)
 			continue
 		}
+		if pid, ok := orphan(filepath.Join(dir, name+".journal")); ok {
+			// Its journal goes like all else, and with it the way for the next run of that name to adopt it.
+			alive = append(alive, fmt.Sprintf("%s (process %d, which has no ebb and will not be adopted)", name, pid))
+		}
 		if lock != nil {
 			defer lock.Close()
 		}
@@ -74,6 +79,20 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 		}
 	}
 	return removed, alive, err
+}
+
+// orphan is the command of a run whose ebb has died, if it lives.
+func orphan(journal string) (pid int, ok bool) {
+	f, err := os.Open(journal)
+	if err != nil {
+		return 0, false
+	}
+	defer f.Close()
+	h, _, err := readJournal(f)
+	if err != nil || h.lastRun == nil || h.lastRun.BootID != bootID() || !probes.Alive(h.lastRun.PID, h.lastRun.Start) {
+		return 0, false
+	}
+	return h.lastRun.PID, true
 }
 
 // lockOfDead takes the lock of a run that has ended, shared with others who look; false if its owner lives.

@@ -85,7 +85,13 @@ func (p *process) signalGroup(sig syscall.Signal) error {
 
 // killAll ends the group and every descendant that has left it.
 func (p *process) killAll() error {
-	err := p.signalGroup(unix.SIGKILL)
+	var err error
+	select {
+	case <-p.done:
+		// The group may be empty by now, and its number somebody else's.
+	default:
+		err = p.signalGroup(unix.SIGKILL)
+	}
 	for _, d := range p.descendants() {
 		if d != p.pid {
 			if kerr := unix.Kill(d, unix.SIGKILL); kerr != nil && !errors.Is(kerr, unix.ESRCH) {

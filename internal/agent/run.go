@@ -37,6 +37,9 @@ const (
 	EventListener = "listener.found"
 	// EventDegraded says what this host cannot do for the run; the message says what to do about it.
 	EventDegraded = "degraded"
+	// EventAction is the audit of one action over the API; fields action, uid, pid, by, reason, status (of the answer),
+	// err if it was refused.
+	EventAction = "action"
 	// EventSignal says that a signal was received; fields signal, forwarded.
 	EventSignal = "signal"
 )
