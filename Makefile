@@ -77,7 +77,7 @@ lint: ## check format, vet, fixes, modules, staticcheck, vulnerabilities, BPF C 
 	cd tools && $(GO) run ./vulncheck .. .
 	clang-format-19 --dry-run -Werror bpf/*.c bpf/*.h
 	shellcheck $(sort $(scripts))
-	@echo 'lint: promtool'; find deploy docs -name '*.rules.y*ml' -print0 | xargs -0 -r promtool check rules
+	@echo 'lint: promtool'; find $(wildcard deploy) docs -name '*.rules.y*ml' -print0 | xargs -0 -r promtool check rules
 
 fuzz: ## run each fuzz target for FUZZTIME (30s)
 	tools/fuzz.sh $(FUZZTIME)
