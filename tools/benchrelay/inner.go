@@ -28,7 +28,10 @@ import (
 // kinds of work.
 var kinds = []string{"connections", "requests", "bulk1", "bulk16", "idle"}
 
-const server = "127.0.0.1:9001"
+const (
+	server = "127.0.0.1:9001"
+	self   = "/proc/self/exe"
+)
 
 // contender is one proxy.
 type contender struct {
@@ -113,7 +116,23 @@ func (b *bench) say(format string, a ...any) {
 func (b *bench) start(addr string, name string, args ...string) (*exec.Cmd, error) {
 	cmd := exec.Command(name, args...)
 	var out bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &out
+	cmd.Stderr = &out
+	if name == self {
+		// It says when it is ready, which is later than when it listens.
+		said, err := cmd.StdoutPipe()
+		if err != nil {
+			return nil, err
+		}
+		if err := cmd.Start(); err != nil {
+			return nil, err
+		}
+		b.cmds = append(b.cmds, cmd)
+		if _, err := io.ReadFull(said, make([]byte, len("ready\n"))); err != nil {
+			return nil, fmt.Errorf("%v does not get ready: %w: %s", args, err, out.String())
+		}
+		return cmd, nil
+	}
+	cmd.Stdout = &out
 	if err := cmd.Start(); err != nil {
 		return nil, err
 	}
@@ -161,7 +180,6 @@ stream {
 `
 
 func (b *bench) startAll() error {
-	self := "/proc/self/exe"
 	cmd, err := b.start(server, self, "serve", server)
 	if err != nil {
 		return err
@@ -338,7 +356,7 @@ func (b *bench) take(c *contender, kind string) (s sample, err error) {
 	if text, err := os.ReadFile("/proc/loadavg"); err == nil {
 		fmt.Sscan(string(text), &s.LoadAvg)
 	}
-	cmd := exec.Command("/proc/self/exe", "load", role, c.addr, strconv.FormatInt(s.Units, 10), strconv.Itoa(parallel))
+	cmd := exec.Command(self, "load", role, c.addr, strconv.FormatInt(s.Units, 10), strconv.Itoa(parallel))
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()
 	if err != nil {
