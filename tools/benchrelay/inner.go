@@ -159,6 +159,7 @@ const haproxyConfig = `global
   maxconn 9600
   maxpipes 64
   nbthread 2
+  tune.pipesize 1048576
 defaults
   mode tcp
   timeout connect 5s
