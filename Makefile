@@ -21,7 +21,7 @@ FUZZTIME ?= 30s
 KERNELS ?= 5.10 6.1
 scripts = .ci/run $(wildcard tools/*.sh) $(shell git ls-files '*.sh' 2>/dev/null)
 
-.PHONY: help build demo test full kernels generate check-generate lint fuzz ci
+.PHONY: help build demo test bench full kernels generate check-generate lint fuzz ci
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,10 @@ full: build ## run the long versions of the tests (root) and keep their results 
 	@mkdir -p docs/results
 	tools/full.sh docs/results
 
+bench: build ## measure what Ebb costs, side by side with nothing (root; BENCHFLAGS='-rounds 100 -write ../docs/benchmarks')
+	@$(setup) mounts
+	cd tools && $(GO) run ./bench -ebb ../bin/ebb $(BENCHFLAGS)
+
 kernels: ## run the tests of bpf on other kernels under qemu
 	@$(setup) kernels
 	tools/kernels.sh $(KERNELS)
@@ -73,7 +77,7 @@ lint: ## check format, vet, fixes, modules, staticcheck, vulnerabilities, BPF C 
 	cd tools && $(GO) run ./vulncheck .. .
 	clang-format-19 --dry-run -Werror bpf/*.c bpf/*.h
 	shellcheck $(sort $(scripts))
-	@echo 'lint: promtool'; find deploy docs -name '*.rules.y*ml' -print0 | xargs -0 -r promtool check rules
+	@echo 'lint: promtool'; find $(wildcard deploy) docs -name '*.rules.y*ml' -print0 | xargs -0 -r promtool check rules
 
 fuzz: ## run each fuzz target for FUZZTIME (30s)
 	tools/fuzz.sh $(FUZZTIME)

@@ -327,18 +327,12 @@ func TestG1_RefusalEndsWithItsLastListener(t *testing.T) {
 	o := options(t)
 	h := installed(t, o)
 	id := attach(t, h, ns)
-	app, first := start(t, ns, "listen", "tcp4", "127.0.0.1:0")
+	watchSelf(t, h, Watch{Backend: 7, Gen: 1, NotSelf: true, Only: []uint16{4290}})
+	app, first := start(t, ns, "listen", "tcp4", "127.0.0.1:4290")
 	addr := netip.MustParseAddrPort(first)
-	tgid, began, err := TaskID(app.Process.Pid)
-	if err != nil {
+	// The restarted application is another backend's, or nobody's.
+	if err := h.UnwatchProcess(selfID(t)); err != nil {
 		t.Fatal(err)
-	}
-	// The application is there already, with a second process of the same backend to come.
-	if err := h.WatchProcess(tgid, began, Watch{Backend: 7, Gen: 1, Only: []uint16{addr.Port()}}); err != nil {
-		t.Fatal(err)
-	}
-	if n, _, err := h.Adopt([]int{app.Process.Pid}, AdoptTarget{Backend: 7, Gen: 1, Only: []uint16{addr.Port()}}); n != 1 || err != nil {
-		t.Fatalf("adopt: got %d listeners, %v, want 1", n, err)
 	}
 	owner, _ := start(t, ns, "refuse", o.Dir, "7", fmt.Sprint(id), addr.String())
 	if err := h.Close(); err != nil {
@@ -493,16 +487,21 @@ func TestG1_SteerEndsWithItsLastTarget(t *testing.T) {
 	if _, err := h.AddTarget(rawFD(t, foreign), id); !errors.Is(err, ErrForeignNamespace) {
 		t.Errorf("target of another namespace: got %v, want %v", err, ErrForeignNamespace)
 	}
+}
+
+func TestMPTCPCannotBeATarget(t *testing.T) {
+	ns := netnstest.New(t)
+	h := installed(t, options(t))
 	ns.Do(t, func() {
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_MPTCP)
 		if err != nil {
-			t.Skipf("no MPTCP here: %v", err)
+			t.Skipf("needs MPTCP: %v", err)
 		}
 		defer unix.Close(fd)
 		if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Port: 4323, Addr: [4]byte{127, 0, 0, 1}}), unix.Listen(fd, 8)); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := h.AddTarget(fd, id); !errors.Is(err, ErrMPTCP) {
+		if _, err := h.AddTarget(fd, netnsID(t, ns)); !errors.Is(err, ErrMPTCP) {
 			t.Errorf("MPTCP target: got %v, want %v", err, ErrMPTCP)
 		}
 	})

@@ -244,6 +244,24 @@ func attach(t *testing.T, h *Host, ns *netnstest.NS) uint64 {
 	return n.ID
 }
 
+// netnsID is the namespace's id, which on kernels before 5.14 is no cookie.
+func netnsID(t *testing.T, ns *netnstest.NS) uint64 {
+	t.Helper()
+	id, err := NetNSID(ns.Fd())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+// requireFiles skips the test on kernels on which the files of a process cannot be read.
+func requireFiles(t *testing.T, h *Host) {
+	t.Helper()
+	if _, err := h.Files(os.Getpid()); errors.Is(err, ErrNotSupported) {
+		t.Skipf("needs Linux 5.11 (bpf_sock_from_file): %v", err)
+	}
+}
+
 func addrPort(a net.Addr) netip.AddrPort { return netip.MustParseAddrPort(a.String()) }
 
 func admit(t *testing.T, h *Host, netns uint64, addr netip.AddrPort, v6only bool, backend uint64) {

@@ -321,22 +321,23 @@ static __always_inline bool tag_listener(struct sock *sk, void *storage, __u64 c
 
 static __always_inline void listener_closed(struct tag *t, const bool atomic)
 {
-	__u64 backend = t->backend, cookie = t->cookie, live = 0;
+	__u64 backend = t->backend, cookie = t->cookie, live;
 	struct count *c;
 	struct alive *l;
 
 	if (!swap(&t->st, TAG_LISTENER, TAG_DONE, atomic))
 		return;
+	/* Without a count its backend was removed, and who has its id now has other listeners. */
+	c = bpf_map_lookup_elem(&counts, &cookie);
+	if (!c)
+		return;
+	c->listening = 0;
+	live = *(volatile __u64 *)&c->live;
 	l = bpf_map_lookup_elem(&listeners, &backend);
 	if (l && (t->flags & LISTENER_ASIDE))
 		__sync_fetch_and_add(&l->aside, -1);
 	else if (l)
 		__sync_fetch_and_add(&l->live, -1);
-	c = bpf_map_lookup_elem(&counts, &cookie);
-	if (c) {
-		c->listening = 0;
-		live = *(volatile __u64 *)&c->live;
-	}
 	send(EVENT_CLOSED, backend, t->gen, cookie, live);
 }
 

@@ -66,7 +66,7 @@ func TestListenIsSeenOnce(t *testing.T) {
 		t.Fatalf("counts: got %+v, %v, want one listener", cs, err)
 	}
 	c := cs[0]
-	if !c.Listening || c.Aside || c.MPTCP || c.Gen != 3 || c.Address != (Address{ns.Cookie(t), addrPort(ln.Addr())}) {
+	if !c.Listening || c.Aside || c.MPTCP || c.Gen != 3 || c.Address != (Address{netnsID(t, ns), addrPort(ln.Addr())}) {
 		t.Errorf("got %+v, want a live listener of gen 3 on %s", c, ln.Addr())
 	}
 	if a, err := h.Listeners(7); err != nil || a != (Alive{Live: 1}) {
@@ -225,7 +225,7 @@ func TestListenersAreFoundByCgroupAndAddress(t *testing.T) {
 	}
 	p.end(t)
 	// An address goes before a process.
-	a := Address{ns.Cookie(t), netip.MustParseAddrPort("127.0.0.1:4510")}
+	a := Address{netnsID(t, ns), netip.MustParseAddrPort("127.0.0.1:4510")}
 	if err := h.WatchAddress(a, Watch{Backend: 12, Gen: 1, Only: []uint16{4510}}); err != nil {
 		t.Fatal(err)
 	}
@@ -417,6 +417,7 @@ func TestMPTCPIsCounted(t *testing.T) {
 		t.Skipf("the connection is not MPTCP (%v)", err)
 	}
 	eventually(t, "one connection", func() bool { return sum(t, h, 7).Open == 1 })
+	requireFiles(t, h)
 	files, err := h.Files(os.Getpid())
 	if err != nil {
 		t.Fatal(err)
@@ -484,10 +485,7 @@ func TestR10_ZeroIsNeverMissed(t *testing.T) {
 	ln := ns.Listen(t, "tcp", "127.0.0.1:4640")
 	accepted := acceptAll(t, ln)
 	const parallel = 40
-	drains := 30
-	if long() {
-		drains = 300
-	}
+	drains := size(30, 300)
 	for i := range drains {
 		if err := h.ClearDrain(7); err != nil {
 			t.Fatal(err)
@@ -555,7 +553,7 @@ func TestG9_TwoOwnersSideBySide(t *testing.T) {
 	if err := b.WatchProcess(tb, sb, Watch{Backend: 2, Gen: 1}); err != nil {
 		t.Fatal(err)
 	}
-	if err := b.WatchAddress(Address{ns.Cookie(t), netip.MustParseAddrPort("127.0.0.1:4650")}, Watch{Backend: 2, Gen: 1, Only: []uint16{4650}}); err != nil {
+	if err := b.WatchAddress(Address{netnsID(t, ns), netip.MustParseAddrPort("127.0.0.1:4650")}, Watch{Backend: 2, Gen: 1, Only: []uint16{4650}}); err != nil {
 		t.Fatal(err)
 	}
 	ns.Listen(t, "tcp", "127.0.0.1:4650")
@@ -580,13 +578,47 @@ func TestG9_TwoOwnersSideBySide(t *testing.T) {
 	pb.end(t)
 }
 
+// A listener that outlived its backend is none of the next one that has the same id.
+func TestListenerOfARemovedBackendIsNotSubtracted(t *testing.T) {
+	ns := netnstest.New(t)
+	h := installed(t, options(t))
+	id := netnsID(t, ns)
+	watch := func(addr string) {
+		t.Helper()
+		if err := h.WatchAddress(Address{id, netip.MustParseAddrPort(addr)}, Watch{Backend: 1, Gen: 1, Only: []uint16{4650, 4651}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	watch("127.0.0.1:4650")
+	old := ns.Listen(t, "tcp", "127.0.0.1:4650")
+	if err := h.RemoveBackend(1); err != nil {
+		t.Fatal(err)
+	}
+	watch("127.0.0.1:4651")
+	ns.Listen(t, "tcp", "127.0.0.1:4651")
+	if err := old.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if a, err := h.Listeners(1); err != nil || a.Live != 1 {
+		t.Errorf("got %d listeners, %v, want the one that is open", a.Live, err)
+	}
+}
+
 func port(addr string) string {
 	_, p, _ := net.SplitHostPort(addr)
 	return p
 }
 
-// long says whether the full sizes are wanted.
-func long() bool { return os.Getenv("EBB_LONG") == "1" }
+// size is how much a test does: the full size with EBB_LONG=1, a quarter of the usual with -short.
+func size(usual, full int) int {
+	switch {
+	case os.Getenv("EBB_LONG") == "1":
+		return full
+	case testing.Short():
+		return usual / 4
+	}
+	return usual
+}
 
 // C26: TCP Fast Open, deferred accept and SYN cookies count like the socket table.
 func TestC26_FastOpenDeferAcceptSynCookies(t *testing.T) {

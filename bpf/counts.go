@@ -39,8 +39,12 @@ type ListenerCount struct {
 	Healed uint64
 }
 
-// Counts reads the counts of a backend's listeners, one by one: a sum over them is not one moment.
+// Counts reads the counts of a backend's listeners, one by one: a sum over them is not one moment. Once the
+// installation has been cleaned up the counts stand still, and Counts returns ErrNotInstalled.
 func (h *Host) Counts(backend uint64) ([]ListenerCount, error) {
+	if err := h.present(); err != nil {
+		return nil, fmt.Errorf("read counts of backend %d: %w", backend, err)
+	}
 	var cs []ListenerCount
 	err := each(h.maps.Counts, func(cookie uint64, c censusCount) {
 		if c.Backend == backend {
@@ -58,7 +62,8 @@ func listenerCount(cookie uint64, c censusCount) ListenerCount {
 		Cookie: cookie, Backend: c.Backend, Gen: c.Gen, Address: addressOf(c.Addr),
 		V6Only: c.Flags&listenerV6Only != 0, MPTCP: c.Flags&listenerMPTCP != 0,
 		Aside: c.Flags&listenerAside != 0, Listening: c.Listening != 0,
-		Open: int64(c.Live & 0xffffffff), Ending: int64(c.Live >> 32), Closing: c.Closing,
+		// Signed halves: a count below zero must show as one.
+		Open: int64(int32(uint32(c.Live))), Ending: int64(int32(uint32(c.Live >> 32))), Closing: c.Closing,
 		Total: c.Total, Closed: c.Closed,
 		BySockops: c.BySockops, ByTracing: c.ByTracing, ByAdopt: c.ByAdopt, Healed: c.Healed,
 	}

@@ -60,15 +60,13 @@ type AdoptTarget struct {
 type fileReaders struct {
 	mu   sync.Mutex
 	objs struct {
-		Files      *ebpf.Program `ebpf:"files"`
-		Adopt      *ebpf.Program `ebpf:"adopt"`
-		Correct    *ebpf.Program `ebpf:"correct"`
-		Disown     *ebpf.Program `ebpf:"disown"`
-		Walk       *ebpf.Map     `ebpf:"walk"`
-		Walked     *ebpf.Map     `ebpf:"walked"`
-		Adopting   *ebpf.Map     `ebpf:"adopting"`
-		Correction *ebpf.Map     `ebpf:"correction"`
-		Disowning  *ebpf.Map     `ebpf:"disowning"`
+		Files     *ebpf.Program `ebpf:"files"`
+		Adopt     *ebpf.Program `ebpf:"adopt"`
+		Disown    *ebpf.Program `ebpf:"disown"`
+		Walk      *ebpf.Map     `ebpf:"walk"`
+		Walked    *ebpf.Map     `ebpf:"walked"`
+		Adopting  *ebpf.Map     `ebpf:"adopting"`
+		Disowning *ebpf.Map     `ebpf:"disowning"`
 	}
 	tagsID uint32 // the id of the map of tags, by which an MPTCP subflow's tag is recognised
 }
@@ -78,8 +76,8 @@ func (r *fileReaders) close() error {
 		return nil
 	}
 	o := &r.objs
-	return errors.Join(o.Files.Close(), o.Adopt.Close(), o.Correct.Close(), o.Disown.Close(),
-		o.Walk.Close(), o.Walked.Close(), o.Adopting.Close(), o.Correction.Close(), o.Disowning.Close())
+	return errors.Join(o.Files.Close(), o.Adopt.Close(), o.Disown.Close(),
+		o.Walk.Close(), o.Walked.Close(), o.Adopting.Close(), o.Disowning.Close())
 }
 
 func (h *Host) readers() (*fileReaders, error) {
@@ -102,16 +100,16 @@ func (h *Host) readers() (*fileReaders, error) {
 	if err := spec.LoadAndAssign(&r.objs, &ebpf.CollectionOptions{MapReplacements: h.replacements(spec)}); err != nil {
 		return nil, fmt.Errorf("load file readers: %w: %w", ErrNotSupported, err)
 	}
-	h.files = r
 	info, err := h.maps.Tags.Info()
 	if err != nil {
-		return nil, fmt.Errorf("identify map of tags: %w", err)
+		return nil, errors.Join(fmt.Errorf("identify map of tags: %w", err), r.close())
 	}
 	id, ok := info.ID()
 	if !ok {
-		return nil, fmt.Errorf("identify map of tags: %w", ErrNotSupported)
+		return nil, errors.Join(fmt.Errorf("identify map of tags: %w", ErrNotSupported), r.close())
 	}
 	r.tagsID = uint32(id)
+	h.files = r
 	return r, nil
 }
 
@@ -317,34 +315,6 @@ const (
 	bpfIterCreate = 33
 	bpfTraceIter  = 28
 )
-
-// Correct adds to the counts of a listener what an audit found missing, or takes away what it found too much;
-// seen is what the audit compared. It does nothing and reports false if a connection has been counted or has
-// closed since. Healed grows by one. The caller has seen the same difference twice.
-func (h *Host) Correct(seen ListenerCount, open, ending, closing int64) (done bool, err error) {
-	r, err := h.readers()
-	if err != nil {
-		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, err)
-	}
-	if seen.Open+open < 0 || seen.Ending+ending < 0 || seen.Closing+closing < 0 {
-		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, errNegative)
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	order := filesCountCorrection{
-		Cookie: seen.Cookie, Live: uint64(open) + uint64(ending)<<32, Closing: closing, Total: seen.Total, Closed: seen.Closed,
-	}
-	if err := r.objs.Correction.Put(uint32(0), &order); err != nil {
-		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, err)
-	}
-	if _, err := walkTasks(r.objs.Correct, os.Getpid()); err != nil {
-		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, err)
-	}
-	if err := r.objs.Correction.Lookup(uint32(0), &order); err != nil {
-		return false, fmt.Errorf("correct count of listener %d: %w", seen.Cookie, err)
-	}
-	return order.Cookie == 0, nil
-}
 
 // walk runs an iterator over the files of one process. Before Linux 6.1 it runs over those of all processes of
 // the caller's pid namespace, and the program picks the one by its global id.

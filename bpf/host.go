@@ -86,6 +86,7 @@ type Host struct {
 	netns        map[uint64]link.Link
 	hasAdmission bool
 	files        *fileReaders // loaded when first used
+	corrector    *corrector   // loaded when first used
 }
 
 // Install makes the installation, or opens it and brings its programs up to date, and returns it. It
@@ -134,6 +135,9 @@ func Open(o Options) (*Host, error) {
 }
 
 func open(o Options) (*Host, error) {
+	if err := ownDir(o.Dir); err != nil {
+		return nil, err
+	}
 	names, err := versions(o.Dir)
 	if err != nil {
 		return nil, err
@@ -291,9 +295,12 @@ func (h *Host) refresh(version string) error {
 	for _, hook := range []struct {
 		name   string
 		attach func(version string) error
-	}{{destroyLink, h.attachDestroy}, {stateLink, h.attachState}, {sockopsLink, h.attachSockops}} {
+	}{{stateLink, h.attachState}, {destroyLink, h.attachDestroy}, {sockopsLink, h.attachSockops}} {
 		if h.links[hook.name] != nil && !older {
 			continue
+		}
+		if hook.name == destroyLink && h.links[stateLink] == nil {
+			continue // it has the last look, and needs the same of the kernel
 		}
 		if err := hook.attach(version); err != nil {
 			h.opts.Log.Warn("counting hook not attached", "hook", hook.name, "err", err)
@@ -493,7 +500,7 @@ func (h *Host) Close() error {
 	for _, l := range h.netns {
 		errs = append(errs, l.Close())
 	}
-	errs = append(errs, h.files.close(), h.maps.close())
+	errs = append(errs, h.files.close(), h.corrector.close(), h.maps.close())
 	if h.held != nil {
 		errs = append(errs, h.held.Close())
 	}
@@ -531,6 +538,21 @@ func (h *Host) Release() (removed bool, err error) {
 		return true, fmt.Errorf("release: %w", err)
 	}
 	return true, nil
+}
+
+// present says whether the installation that this process uses is still the one in the directory.
+func (h *Host) present() error {
+	var ours, there unix.Stat_t
+	if err := unix.Fstat(int(h.held.Fd()), &ours); err != nil {
+		return err
+	}
+	if err := unix.Stat(h.opts.version(), &there); err != nil {
+		return notInstalled(err)
+	}
+	if ours.Ino != there.Ino || ours.Dev != there.Dev {
+		return ErrNotInstalled
+	}
+	return nil
 }
 
 // HasAdmission says whether this kernel can close an admission (sk_lookup, Linux 5.9).

@@ -67,6 +67,10 @@ func BootNow() time.Duration {
 	return time.Duration(ts.Nano())
 }
 
+// lockPatience bounds the wait for the lock of a directory. An installer holds it while it loads programs; another
+// user, who can lock any directory that can be read, must not hold up a start for ever.
+const lockPatience = 30 * time.Second
+
 // flock waits for an exclusive lock on a directory. The kernel releases it when f is closed or its
 // process dies.
 func flock(dir string) (*os.File, error) {
@@ -74,11 +78,21 @@ func flock(dir string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := retry(func() error { return unix.Flock(int(f.Fd()), unix.LOCK_EX) }); err != nil {
-		f.Close()
-		return nil, fmt.Errorf("lock %s: %w", dir, err)
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for until := time.Now().Add(lockPatience); ; <-tick.C {
+		err := retry(func() error { return unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) })
+		switch {
+		case err == nil:
+			return f, nil
+		case !errors.Is(err, unix.EWOULDBLOCK):
+			f.Close()
+			return nil, fmt.Errorf("lock %s: %w", dir, err)
+		case time.Now().After(until):
+			f.Close()
+			return nil, fmt.Errorf("lock %s: another process has held it for %v; `lslocks` says which", dir, lockPatience)
+		}
 	}
-	return f, nil
 }
 
 func retry(call func() error) error {
@@ -102,6 +116,22 @@ func lockInstallation(dir string) (*os.File, error) {
 		return nil, fmt.Errorf("%s is not in a BPF file system: mount one with `mount -t bpf bpf %s`, or choose another directory", dir, parent)
 	}
 	return flock(parent)
+}
+
+// ownDir refuses a directory that another user has made or can write to: what is pinned there would be theirs, and a
+// BPF file system can be open to all.
+func ownDir(dir string) error {
+	var st unix.Stat_t
+	err := unix.Lstat(dir, &st)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil:
+		return fmt.Errorf("look at %s: %w", dir, err)
+	case st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != 0 && int(st.Uid) != os.Geteuid() || st.Mode&0o022 != 0:
+		return fmt.Errorf("%s can be changed by another user: remove it, or choose another directory", dir)
+	}
+	return nil
 }
 
 func isBPFFS(dir string) bool {

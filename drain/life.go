@@ -106,6 +106,7 @@ type life struct {
 	lateSet   bool
 	late      uint64
 	zeroSince time.Time // the count has been seen zero at every look since, with admission closed
+	busyAt    time.Time // the last look that found something in flight
 
 	pending    Pending
 	empties    int // settle looks in a row that found the queues empty
@@ -225,6 +226,12 @@ func (d *life) paused() bool {
 // quiet reports whether zero has lasted for quiet_period.
 func (d *life) quiet() bool {
 	return !d.zeroSince.IsZero() && d.lookStart.Sub(d.zeroSince) >= d.eff.Policy.QuietPeriod
+}
+
+// justBusy reports whether a zero is so young that the end of the application may have made it: an exit closes the
+// connections before it can be seen. Like every zero it counts once it has lasted for quiet_period.
+func (d *life) justBusy(now time.Time) bool {
+	return !d.busyAt.IsZero() && now.Sub(d.busyAt) < d.eff.Policy.QuietPeriod+max(pollFloor, pollFactor*d.lookTook)
 }
 
 func (d *life) lookGap() time.Duration { return max(hintGap, d.lookTook) }
@@ -367,7 +374,7 @@ func (m *Machine) join(r Request, now time.Time) {
 	if !r.Deadline.IsZero() {
 		want = now.Add(r.Deadline.Sub(now)) // with a monotonic reading of its own
 	}
-	if g := r.Policy.Grace; g > 0 {
+	if g := r.Policy.Grace; g > 0 && !r.Join {
 		if t := now.Add(g - r.Spent); t.Before(want) {
 			want = t
 		}
@@ -646,6 +653,9 @@ func (m *Machine) onExited(err error) {
 		told = told || !m.enforce()
 	}
 	switch {
+	case d.none() && err != nil && d.justBusy(now):
+		m.warn("the application ended with connections in flight a moment ago", err)
+		m.finish(OutcomeLost)
 	case d.none():
 		m.conclude(OutcomeDrained)
 	case told && err == nil:

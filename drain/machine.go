@@ -49,6 +49,10 @@ type Request struct {
 	// later one changes nothing.
 	Deadline time.Time
 
+	// Join says that nobody asked for this grace: a drain that runs already keeps its deadline. Else the policy's
+	// grace, counted from now, shortens it, as a stop signal must.
+	Join bool
+
 	// Spent is time of grace that was used before this call, as by a preStop hook.
 	Spent time.Duration
 

@@ -487,6 +487,10 @@ func TestR2_SecondBeginOnlyShortens(t *testing.T) {
 		if !later.Deadline.Equal(first.Deadline) {
 			t.Errorf("deadline: got %v later, want it where it was", later.Deadline.Sub(first.Deadline))
 		}
+		joined := b.begin(Request{Cause: CauseOperator, Join: true, Policy: with(func(p *Policy) { p.Grace = 9 * time.Second })})
+		if !joined.Deadline.Equal(first.Deadline) {
+			t.Errorf("a Begin that joins moved the deadline by %v", joined.Deadline.Sub(first.Deadline))
+		}
 		none := b.begin(Request{})
 		if !none.Deadline.Equal(first.Deadline) {
 			t.Errorf("a Begin without policy moved the deadline by %v", none.Deadline.Sub(first.Deadline))
@@ -988,7 +992,7 @@ func TestExtendWhileFlipping(t *testing.T) {
 		w.counts = Counts{Known: true, Active: 1}
 		w.closeTakes = 2 * time.Second
 		b := run(t, w)
-		go b.begin(Request{Policy: budget})
+		go b.Begin(t.Context(), Request{Cause: CauseSignal, Policy: budget})
 		after(time.Second)
 		st, err := b.Extend(t.Context(), 0, 30*time.Second, time.Time{}, "root")
 		if err != nil {
@@ -1095,7 +1099,7 @@ func TestD14_UndrainWaitsForTheFlip(t *testing.T) {
 		w.counts = Counts{Known: true, Active: 1}
 		w.closeTakes = 2 * time.Second
 		b := run(t, w, func(o *Options) { o.Notify = false })
-		go b.begin(Request{Policy: budget})
+		go b.Begin(t.Context(), Request{Cause: CauseSignal, Policy: budget})
 		after(time.Second)
 		st, err := b.Undrain(t.Context(), 0, "root")
 		if err != nil || st.State != StateServing {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -152,10 +153,8 @@ func (m *Machine) lateFlip(r result) {
 // warnOnce is warn for what repeats at every look.
 func (m *Machine) warnOnce(msg string, err error) {
 	text := msg + ": " + err.Error()
-	for _, w := range m.life.warnings {
-		if w == text {
-			return
-		}
+	if slices.Contains(m.life.warnings, text) {
+		return
 	}
 	m.warn(msg, err)
 }
@@ -497,6 +496,9 @@ func (m *Machine) known(r result) {
 	d := m.life
 	c := r.counts
 	d.counts, d.countsAt = c, r.ended
+	if d.inFlight() != 0 {
+		d.busyAt = r.ended
+	}
 	arrived := d.counted && c.Accepted != d.accepted
 	if !d.counted || arrived {
 		// The moment of the look's end is the latest at which it can have happened.

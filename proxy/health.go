@@ -79,7 +79,7 @@ func judge(b []byte, path string) verdict {
 	switch {
 	case strings.ContainsAny(rest[:len(rest)-len(version)], "\r\n"):
 		return verdictOther
-	case !ok || strings.HasPrefix(http, version):
+	case !ok || len(version) < len(http) && strings.HasPrefix(http, version):
 		return more()
 	case strings.HasPrefix(version, http):
 		return verdictCheck

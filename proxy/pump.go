@@ -12,8 +12,8 @@ const (
 	// bulkLeast is what a turn of a spliced flow has to carry, or else it is copied again.
 	bulkLeast = 16 << 10
 
-	// turn bounds what one flow carries before others get theirs.
-	turn = 2 << 20
+	// turnSize bounds what one flow carries before others get theirs.
+	turnSize = 2 << 20
 )
 
 // pump carries what side s sends to the other side, until one has no more to give or the other to take, or the turn is
@@ -103,7 +103,7 @@ func (l *loop) carry(c *conn, s int, carried *int) next {
 		if !src.ready || !dst.room {
 			return flowWaits
 		}
-		if *carried >= turn {
+		if *carried >= l.turn {
 			return flowAgain
 		}
 		if f.bulk && !src.plain {
@@ -118,16 +118,17 @@ func (l *loop) carry(c *conn, s int, carried *int) next {
 				f.pipe.n = n
 				continue
 			}
-			if errno == unix.EAGAIN && !src.hup {
+			switch {
+			case errno == unix.EAGAIN && !src.hup:
 				src.ready = false
 				f.bulk = *carried >= bulkLeast
 				continue
-			}
-			// splice(2) also says "nothing" in front of urgent data, and not every kind of socket can be spliced:
-			// what it really was is read.
-			if errno == unix.EINVAL {
+			case errno == unix.EINVAL: // not every kind of socket can be spliced
 				src.plain = true
+			case errno != 0 && errno != unix.EAGAIN:
+				return senderFailed // the kernel says so once: a read would now look like the end
 			}
+			// splice(2) also says that nothing is there in front of urgent data: what it really was is read.
 		}
 		n, errno := recv(src.fd, l.buf, 0)
 		if errno == unix.EAGAIN {

@@ -131,15 +131,16 @@ func (r *Relay) clock() int64 { return int64(time.Since(r.begun)) }
 //
 // ln is an *os.File or a *net.TCPListener. It stays the caller's, but becomes non-blocking, and its connections inherit
 // TCP_NODELAY, SO_OOBINLINE and SO_KEEPALIVE from it: it must be the relay's own and not a dup of an application's
-// listener. The error wraps ErrNotListener, ErrLoop or ErrClosed.
+// listener. Warm sets them before connections come, which spares setting them on each. The error wraps ErrNotListener,
+// ErrLoop or ErrClosed.
 func (r *Relay) Serve(ctx context.Context, ln syscall.Conn) error {
-	fd, err := dupListener(ln)
+	fd, prepared, err := dupListener(ln)
 	if err != nil {
 		return err
 	}
 	defer closeFD(fd)
 	addr := name(fd, unix.SYS_GETSOCKNAME)
-	n := &listener{fd: fd, err: make(chan error, 1)}
+	n := &listener{fd: fd, prepared: prepared, err: make(chan error, 1)}
 	r.mu.Lock()
 	select {
 	case <-r.closing:
@@ -236,11 +237,11 @@ func same(peer, addr netip.AddrPort) bool {
 	return false
 }
 
-// dupListener checks and prepares a listener.
-func dupListener(ln syscall.Conn) (int32, error) {
+// dupListener checks and prepares a listener. prepared is whether it was so before, and connections in its queue are too.
+func dupListener(ln syscall.Conn) (_ int32, prepared bool, err error) {
 	raw, err := ln.SyscallConn()
 	if err != nil {
-		return -1, fmt.Errorf("reach listener: %w", err)
+		return -1, false, fmt.Errorf("reach listener: %w", err)
 	}
 	fd := -1
 	var inner error
@@ -259,12 +260,25 @@ func dupListener(ln syscall.Conn) (int32, error) {
 			inner = fmt.Errorf("duplicate listener: %w", inner)
 		}
 	}); err != nil {
-		return -1, fmt.Errorf("reach listener: %w", err)
+		return -1, false, fmt.Errorf("reach listener: %w", err)
 	}
 	if inner != nil {
-		return -1, inner
+		return -1, false, inner
 	}
-	err = unix.SetNonblock(fd, true)
+	inline, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_OOBINLINE)
+	if err == nil {
+		err = errors.Join(unix.SetNonblock(fd, true), setOptions(fd))
+	}
+	if err != nil {
+		closeFD(int32(fd))
+		return -1, false, fmt.Errorf("prepare listener: %w", err)
+	}
+	return int32(fd), inline == 1, nil
+}
+
+// setOptions sets what a client's connection needs. Set on a listener, later connections inherit it.
+func setOptions(fd int) error {
+	var errs []error
 	for _, o := range [][3]int{
 		{unix.IPPROTO_TCP, unix.TCP_NODELAY, 1},
 		{unix.SOL_SOCKET, unix.SO_OOBINLINE, 1}, // or else an urgent byte would be lost
@@ -274,13 +288,9 @@ func dupListener(ln syscall.Conn) (int32, error) {
 		{unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, 15},
 		{unix.IPPROTO_TCP, unix.TCP_KEEPCNT, 4},
 	} {
-		err = errors.Join(err, unix.SetsockoptInt(fd, o[0], o[1], o[2]))
+		errs = append(errs, unix.SetsockoptInt(fd, o[0], o[1], o[2]))
 	}
-	if err != nil {
-		closeFD(int32(fd))
-		return -1, fmt.Errorf("prepare listener: %w", err)
-	}
-	return int32(fd), nil
+	return errors.Join(errs...)
 }
 
 // Adopt takes over an established connection, such as one out of an application's accept queue, and relays it like one
@@ -332,10 +342,18 @@ func prepare(fd int) error {
 		return err
 	}
 	unix.CloseOnExec(fd)
-	if err := unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1); err != nil {
+	proto, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PROTOCOL)
+	switch {
+	case err != nil:
 		return fmt.Errorf("%w: %w", errNotSocket, err)
+	case proto == unix.IPPROTO_MPTCP:
+		// It knows only some of the options, and none is worth losing a client for.
+		_ = setOptions(fd)
+		return nil
+	case proto == unix.IPPROTO_TCP:
+		return setOptions(fd)
 	}
-	return nil
+	return fmt.Errorf("%w: protocol %d", errNotSocket, proto)
 }
 
 // SetPeers replaces the peers. Those that stay keep what is known of them; connections that are being dialled or

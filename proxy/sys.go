@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The calls of the data path. None of them blocks, since every descriptor is non-blocking; so they go past the Go
+// The calls of the data path. None of them blocks for long, since every descriptor is non-blocking; so they go past the Go
 // scheduler, which would otherwise note each as a chance that this thread blocks. That is a tenth of the cost of a small
 // message. Buffers are on the heap and referenced by their loop for as long as a call lasts.
 
@@ -120,9 +120,9 @@ func epollDel(ep, fd int32) {
 	unix.RawSyscall6(unix.SYS_EPOLL_CTL, uintptr(ep), unix.EPOLL_CTL_DEL, uintptr(fd), uintptr(unsafe.Pointer(&ev)), 0, 0)
 }
 
-// epollNow looks for events without waiting.
-func epollNow(ep int32, evs []unix.EpollEvent) (int, unix.Errno) {
-	r, _, e := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(ep), uintptr(unsafe.Pointer(&evs[0])), uintptr(len(evs)), 0, 0, 0)
+// epollHeld waits for events up to ms milliseconds, and keeps the processor from other goroutines meanwhile.
+func epollHeld(ep int32, evs []unix.EpollEvent, ms uint) (int, unix.Errno) {
+	r, _, e := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(ep), uintptr(unsafe.Pointer(&evs[0])), uintptr(len(evs)), uintptr(ms), 0, 0)
 	return int(r), e
 }
 

@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"os"
+	"strings"
 	"syscall"
 	"time"
 
@@ -15,20 +17,27 @@ import (
 // warmFor bounds each step of Warm, which is done in microseconds unless something is wrong.
 const warmFor = 2 * time.Second
 
-// Warm makes one connection to a listener, in a way that the kernel answers with a SYN cookie if it knows how. A listener
-// takes the last step of a handshake that another one began under SYN cookies only if it has sent a cookie itself within
-// two minutes (tcp_synq_no_recent_overflow in net/ipv4/syncookies.c): without it clients of the leaving backend whose
-// handshake is half done at the flip are reset.
+// Warm makes a listener ready for connections that are sent to it, and lets the kernel send one SYN cookie for it. A
+// listener takes the last step of a handshake that another one began under SYN cookies only if it has sent a cookie
+// itself within two minutes (tcp_synq_no_recent_overflow in net/ipv4/syncookies.c): without it clients of the leaving
+// backend whose handshake is half done at the flip are reset.
 //
-// Call it before connections are sent to ln, in whose network namespace the calling thread has to be: what is queued by
-// others meanwhile is closed. backlog is what ln is to have afterwards; for a moment it is 0, which makes the kernel
-// send a cookie although nothing is crowded. The error wraps ErrNotListener.
+// Call it before connections are sent to ln, in whose network namespace the calling thread has to be: what others have
+// queued by then is closed. backlog is what ln is to have afterwards. For a moment it is 0, with one connection held
+// half-open by TCP_DEFER_ACCEPT, so that the next one finds the queue crowded. Where the kernel sends no cookies
+// (tcp_syncookies is 0) none is needed. The error wraps ErrNotListener.
 func Warm(ln syscall.Conn, backlog int) (err error) {
-	fd, err := dupListener(ln)
+	fd, _, err := dupListener(ln)
 	if err != nil {
 		return err
 	}
 	defer closeFD(fd)
+	// It is read in the namespace of this thread. 0 is never, 1 under pressure, which is the default, and 2 always.
+	text, _ := os.ReadFile("/proc/sys/net/ipv4/tcp_syncookies")
+	mode := strings.TrimSpace(string(text))
+	if mode == "0" {
+		return nil
+	}
 	to := name(fd, unix.SYS_GETSOCKNAME)
 	if to.Addr().IsUnspecified() {
 		addr := netip.AddrFrom4([4]byte{127, 0, 0, 1})
@@ -37,32 +46,18 @@ func Warm(ln syscall.Conn, backlog int) (err error) {
 		}
 		to = netip.AddrPortFrom(addr, to.Port())
 	}
-	if err := unix.Listen(int(fd), 0); err != nil {
-		return fmt.Errorf("shorten backlog: %w", err)
-	}
-	defer func() {
-		if e := unix.Listen(int(fd), backlog); e != nil {
-			err = errors.Join(err, fmt.Errorf("restore backlog: %w", e))
+	if mode != "2" {
+		undo, err := crowd(fd, to, backlog)
+		if err != nil {
+			return err
 		}
-	}()
-	raw, family, err := newRawAddr(to)
+		defer func() { err = errors.Join(err, undo()) }()
+	}
+	own, err := connected(to)
 	if err != nil {
 		return err
 	}
-	own, errno := socket(family)
-	if errno != 0 {
-		return fmt.Errorf("open socket: %w", errno)
-	}
 	defer reset(own)
-	if errno := connect(own, &raw); errno != 0 && errno != unix.EINPROGRESS {
-		return fmt.Errorf("connect to %v: %w", to, errno)
-	}
-	if err := await(own, unix.POLLOUT); err != nil {
-		return fmt.Errorf("connect to %v: %w", to, err)
-	}
-	if v, err := unix.GetsockoptInt(int(own), unix.SOL_SOCKET, unix.SO_ERROR); err != nil || v != 0 {
-		return fmt.Errorf("connect to %v: %w", to, errors.Join(err, syscall.Errno(v)))
-	}
 	self := name(own, unix.SYS_GETSOCKNAME)
 	from := new(rawAddr)
 	for {
@@ -81,6 +76,57 @@ func Warm(ln syscall.Conn, backlog int) (err error) {
 			return fmt.Errorf("accept own connection on %v: %w", to, errno)
 		}
 	}
+}
+
+// crowd leaves a listener with a backlog of 0 and one half-open connection, until undo.
+func crowd(fd int32, to netip.AddrPort, backlog int) (undo func() error, err error) {
+	deferFor, err := unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_DEFER_ACCEPT)
+	if err != nil {
+		return nil, fmt.Errorf("read TCP_DEFER_ACCEPT: %w", err)
+	}
+	restore := func() error {
+		err := errors.Join(unix.Listen(int(fd), backlog), unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_DEFER_ACCEPT, deferFor))
+		if err != nil {
+			return fmt.Errorf("restore listener: %w", err)
+		}
+		return nil
+	}
+	if err := errors.Join(unix.Listen(int(fd), 0), unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_DEFER_ACCEPT, 1)); err != nil {
+		return nil, errors.Join(fmt.Errorf("crowd listener: %w", err), restore())
+	}
+	half, err := connected(to)
+	if err != nil {
+		return nil, errors.Join(err, restore())
+	}
+	return func() error {
+		reset(half)
+		return restore()
+	}, nil
+}
+
+// connected makes a connection on this very thread, whose network namespace is not that of others.
+func connected(to netip.AddrPort) (int32, error) {
+	raw, family, err := newRawAddr(to)
+	if err != nil {
+		return -1, err
+	}
+	fd, errno := socket(family)
+	if errno != 0 {
+		return -1, fmt.Errorf("open socket: %w", errno)
+	}
+	if errno := connect(fd, &raw); errno != 0 && errno != unix.EINPROGRESS {
+		err = errno
+	} else if err = await(fd, unix.POLLOUT); err == nil {
+		var v int
+		if v, err = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_ERROR); err == nil && v != 0 {
+			err = syscall.Errno(v)
+		}
+	}
+	if err != nil {
+		closeFD(fd)
+		return -1, fmt.Errorf("connect to %v: %w", to, err)
+	}
+	return fd, nil
 }
 
 // await waits for an event on one descriptor.

@@ -330,9 +330,8 @@ func nextSteps(b api.Backend) []nextStep {
 	switch {
 	case d != nil && d.Running() && b.State == drain.StateFlushing:
 		return []nextStep{
-			{"ebb events --follow " + name, "watch it end"},
-			{"ebb extend " + name + " --by 30s", "give it more time"},
-			{"ebb cut " + name, "end what is left now"},
+			{"ebb events --follow " + name, "watch it end: the application has been told, which nothing takes back"},
+			{"ebb drain " + name + " --wait", "wait for its end"},
 		}
 	case d != nil && d.Running():
 		return []nextStep{

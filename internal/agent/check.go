@@ -36,6 +36,7 @@ func Check(ctx context.Context, h HostOptions) []Feature {
 	o := bpf.Options{Dir: h.BPFFS}
 	fs := []Feature{checkPrivilege()}
 	fs = append(fs, bpf.Probe(o)...)
+	fs = append(fs, checkPins(o)...)
 	fs = append(fs, checkDiag(ctx)...)
 	fs = append(fs, checkGetFD(), checkMPTCP(), checkRunDir(h.RunDir))
 	if f, ok := checkControl(o); ok {
@@ -207,7 +208,7 @@ func checkForeign(o bpf.Options) []Feature {
 	for _, p := range progs {
 		out = append(out, Feature{
 			Name: "other BPF program", State: bpf.FeatureDegraded, Detail: p.String(),
-			Hint: "what it decides may override a refusal, and flags that it overwrites are put back at the next callback",
+			Hint: foreignMeans(p),
 		})
 	}
 	return out

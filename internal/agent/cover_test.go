@@ -31,7 +31,7 @@ func TestCoverage(t *testing.T) {
 			t.Parallel()
 			var ls []listener
 			var want []bool
-			for _, a := range strings.Fields(tc.ls) {
+			for a := range strings.FieldsSeq(tc.ls) {
 				want = append(want, a[0] == '+')
 				ls = append(ls, listener{addr: netip.MustParseAddrPort(strings.TrimPrefix(a, "+"))})
 			}

@@ -96,8 +96,8 @@ type datapath interface {
 	compare(ctx context.Context) (drifts []drift, still, ok bool, err error)
 	// correct adds a difference to the census, unless that has moved since.
 	correct(drift) (done bool, err error)
-	// forget drops what is kept of a listener that has closed and has no connection left.
-	forget(cookie uint64)
+	// forget drops what is kept of a listener that has closed and has no connection left; false if it is still kept.
+	forget(cookie uint64) bool
 	// close releases what this process holds; with remove, also all that the backend has in the kernel.
 	close(remove bool) error
 }

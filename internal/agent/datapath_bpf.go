@@ -186,6 +186,7 @@ func (k *kernelDatapath) addSpace(fd int, own bool) error {
 		o.NetNS = sp.fd
 	}
 	if sp.diag, err = probes.OpenDiag(o); err != nil {
+		closeFD(sp.fd)
 		return err
 	}
 	k.mu.Lock()
@@ -254,7 +255,18 @@ func (k *kernelDatapath) read() {
 		}
 		select {
 		case k.hintc <- h:
-		default: // a full channel already holds what makes the reader look
+		default:
+			// A full channel makes its reader list the listeners all the same; zero takes the place of one such hint.
+			if h == hintZero {
+				select {
+				case <-k.hintc:
+				default:
+				}
+				select {
+				case k.hintc <- h:
+				default:
+				}
+			}
 		}
 	}
 }
@@ -277,7 +289,38 @@ func (k *kernelDatapath) warnings() []string {
 	for _, err := range k.taken {
 		why = append(why, err.Error())
 	}
+	return append(why, k.foreign()...)
+}
+
+// foreign names the programs of others that could overrule admission or disturb the census, and what that means.
+func (k *kernelDatapath) foreign() (why []string) {
+	ns, err := os.Open("/proc/thread-self/ns/net")
+	if err != nil {
+		return nil // then nothing of ours is attached either, which is said
+	}
+	defer ns.Close()
+	progs, err := bpf.Foreign(k.opts, int(ns.Fd()))
+	if err != nil {
+		return []string{err.Error()}
+	}
+	for _, p := range progs {
+		if p.Name != "admission" && p.Name != "census_sockops" { // another installation of Ebb touches its own backends only
+			why = append(why, "another's "+p.String()+": "+foreignMeans(p))
+		}
+	}
 	return why
+}
+
+// foreignMeans says what a program of another can do to ours. The kernel runs every sk_lookup program, and a socket that
+// any of them has selected wins over a refusal (include/linux/filter.h, BPF_PROG_SK_LOOKUP_RUN_ARRAY).
+func foreignMeans(p bpf.ForeignProgram) string {
+	switch {
+	case p.Attach == "sk_lookup":
+		return "a connection for which it selects a socket arrives there although admission is closed, and one that it drops fails although it is open"
+	case p.Exclusive:
+		return "it allows none beside it, so counts rest on one hook alone"
+	}
+	return "callback flags that it overwrites are put back at the next callback"
 }
 
 func (k *kernelDatapath) spaces() []*space {
@@ -473,7 +516,7 @@ func (k *kernelDatapath) cover(l listener) error {
 		return err
 	}
 	if k.closed() { // it will be refused from the next line on
-		if err := k.shadow(context.Background(), []listener{l}); err != nil {
+		if _, err := k.shadow(context.Background(), []listener{l}); err != nil {
 			return err
 		}
 	}
@@ -499,6 +542,9 @@ func (k *kernelDatapath) uncover(l listener) {
 	if err := k.host.Dismiss(bpf.Address{NetNS: l.netns, AddrPort: l.addr}, k.id); err != nil {
 		k.log.Debug("dismiss rule", "address", l.addr.String(), "err", err)
 	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	delete(k.taken, l.addr)
 }
 
 func (k *kernelDatapath) overruled() string {
@@ -668,8 +714,12 @@ func (k *kernelDatapath) refuse(ctx context.Context, covered []listener, aside b
 	if taken > 0 {
 		return fmt.Errorf("%w: %d of its addresses are shared with another backend", errUnguarded, taken)
 	}
-	if err := k.shadow(ctx, covered); err != nil {
+	shared, err := k.shadow(ctx, covered)
+	if err != nil {
 		return err
+	}
+	if shared.IsValid() {
+		return fmt.Errorf("%w: another process listens on %s too, and a refusal would meet its new connections as well", errUnguarded, shared)
 	}
 	return k.setRule(func(r *bpf.BackendRule) { r.Action, r.Until, r.Aside = bpf.ActionRefuse, until, aside })
 }
@@ -687,7 +737,8 @@ func (k *kernelDatapath) steer(ctx context.Context, covered []listener, targets 
 	if taken > 0 {
 		return fmt.Errorf("%w: %d of its addresses are shared with another backend", errUnguarded, taken)
 	}
-	if err := k.shadow(ctx, covered); err != nil {
+	// An address that another process listens on as well (SO_REUSEPORT) is steered too: nobody is turned away by that.
+	if _, err := k.shadow(ctx, covered); err != nil {
 		return err
 	}
 	if err := k.setTargets(covered); err != nil {
@@ -758,41 +809,54 @@ func (k *kernelDatapath) setRule(change func(*bpf.BackendRule)) error {
 	return nil
 }
 
-// shadow lets other processes' listeners through that sit on a specific address of a port for which we have a
+// shadow lets other processes' listeners through that sit on a more specific address of a port for which we have a
 // wildcard rule: the rule would otherwise catch their connections too. Those that come later get their pass entry in the
-// kernel, at LISTEN.
-func (k *kernelDatapath) shadow(ctx context.Context, covered []listener) error {
+// kernel, at LISTEN. A listener of theirs on an address of ours (SO_REUSEPORT) no rule can tell apart: shared names one.
+func (k *kernelDatapath) shadow(ctx context.Context, covered []listener) (shared netip.AddrPort, err error) {
+	type at struct {
+		netns uint64
+		addr  netip.AddrPort
+	}
 	mine := map[uint64]bool{}
-	wild := map[uint64]map[uint16]bool{} // namespace → ports with a wildcard rule
+	rules := map[at]listener{}
 	var ports []uint16
 	for _, l := range covered {
 		mine[l.cookie] = true
-		if l.addr.Addr().IsUnspecified() {
-			if wild[l.netns] == nil {
-				wild[l.netns] = map[uint16]bool{}
-			}
-			wild[l.netns][l.addr.Port()] = true
-			ports = append(ports, l.addr.Port())
-		}
+		rules[at{l.netns, l.addr}] = l
+		ports = append(ports, l.addr.Port())
 	}
 	if len(ports) == 0 {
-		return nil
+		return shared, nil
 	}
 	for _, sp := range k.spaces() {
-		socks, err := sp.diag.Dump(ctx, probes.Filter{States: states(tcpListen), LocalPorts: ports})
+		socks, err := sp.diag.Dump(ctx, probes.Filter{States: states(tcpListen), LocalPorts: ports, Tags: true})
 		if err != nil {
-			return err
+			return shared, err
 		}
 		for _, s := range socks {
-			if mine[s.Cookie] || s.Local.Addr().IsUnspecified() || !wild[sp.id][s.Local.Port()] {
+			if t, err := bpf.DecodeTag(s.Tag); mine[s.Cookie] || err == nil && t.Backend == k.id {
+				continue
+			}
+			if _, ok := rules[at{sp.id, s.Local}]; ok {
+				shared = s.Local
+				continue
+			}
+			_, v4 := rules[at{sp.id, netip.AddrPortFrom(netip.IPv4Unspecified(), s.Local.Port())}]
+			any6, v6 := rules[at{sp.id, netip.AddrPortFrom(netip.IPv6Unspecified(), s.Local.Port())}]
+			if s.Local.Addr().Is4() {
+				v6 = v6 && !any6.v6only
+			} else {
+				v4 = false
+			}
+			if !v4 && !v6 {
 				continue
 			}
 			if err := k.host.Pass(bpf.Address{NetNS: sp.id, AddrPort: s.Local}, k.id); err != nil {
-				return err
+				return shared, err
 			}
 		}
 	}
-	return nil
+	return shared, nil
 }
 
 func (k *kernelDatapath) admit() error {
@@ -810,10 +874,12 @@ func (k *kernelDatapath) refused() (int64, bool) {
 
 func (k *kernelDatapath) unmark() error { return k.host.ClearDrain(k.id) }
 
-func (k *kernelDatapath) forget(cookie uint64) {
+func (k *kernelDatapath) forget(cookie uint64) bool {
 	if err := k.host.Forget(cookie); err != nil {
 		k.log.Debug("forget listener", "err", err)
+		return false
 	}
+	return true
 }
 
 func (k *kernelDatapath) close(remove bool) error {

@@ -157,17 +157,18 @@ func (w *walkDatapath) listeners(ctx context.Context) ([]listener, bool, error) 
 	return ls, true, nil
 }
 
-func (w *walkDatapath) forget(cookie uint64) {
+func (w *walkDatapath) forget(cookie uint64) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	port := w.known[cookie].addr.Port()
 	delete(w.known, cookie)
 	for _, l := range w.known {
 		if l.addr.Port() == port {
-			return
+			return true
 		}
 	}
 	delete(w.total, port)
+	return true
 }
 
 // connections takes a port's connections for ours unless another process's descriptor says otherwise: one that nobody

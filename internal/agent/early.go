@@ -263,7 +263,7 @@ func (k *kernelDatapath) standBy(ls []listener, targets map[netip.AddrPort][]uin
 	k.mu.Lock()
 	k.targets = targets
 	k.mu.Unlock()
-	if err := k.shadow(context.Background(), ls); err != nil {
+	if _, err := k.shadow(context.Background(), ls); err != nil {
 		return err
 	}
 	return k.setTargets(ls)

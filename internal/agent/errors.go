@@ -15,6 +15,3 @@ var ErrNotFound = errors.New("command not found")
 
 // ErrNotExecutable means that CMD exists and cannot be executed; its exit code is 126.
 var ErrNotExecutable = errors.New("command is not executable")
-
-// ErrForced means that a third stop signal ended the run at once.
-var ErrForced = errors.New("forced by a third stop signal")

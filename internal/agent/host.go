@@ -9,7 +9,10 @@ import (
 	"path/filepath"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/ebbproxy/ebb/bpf"
+	"github.com/ebbproxy/ebb/probes"
 )
 
 // HostOptions names what Ebb keeps on a host.
@@ -35,9 +38,23 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 	}
 	live := map[string]bool{}
 	for _, e := range entries {
-		if name, ok := strings.CutSuffix(e.Name(), ".lock"); ok && locked(filepath.Join(dir, e.Name())) {
+		name, ok := strings.CutSuffix(e.Name(), ".lock")
+		if !ok {
+			continue
+		}
+		// Kept until all is removed, so that a run of that name does not start with files that are about to go.
+		lock, dead := lockOfDead(filepath.Join(dir, e.Name()))
+		if !dead {
 			live[name] = true
 			alive = append(alive, name)
+			continue
+		}
+		if pid, ok := orphan(filepath.Join(dir, name+".journal")); ok {
+			// Its journal goes like all else, and with it the way for the next run of that name to adopt it.
+			alive = append(alive, fmt.Sprintf("%s (process %d, which has no ebb and will not be adopted)", name, pid))
+		}
+		if lock != nil {
+			defer lock.Close()
 		}
 	}
 	for _, e := range entries {
@@ -62,4 +79,31 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 		}
 	}
 	return removed, alive, err
+}
+
+// orphan is the command of a run whose ebb has died, if it lives.
+func orphan(journal string) (pid int, ok bool) {
+	f, err := os.Open(journal)
+	if err != nil {
+		return 0, false
+	}
+	defer f.Close()
+	h, _, err := readJournal(f)
+	if err != nil || h.lastRun == nil || h.lastRun.BootID != bootID() || !probes.Alive(h.lastRun.PID, h.lastRun.Start) {
+		return 0, false
+	}
+	return h.lastRun.PID, true
+}
+
+// lockOfDead takes the lock of a run that has ended, shared with others who look; false if its owner lives.
+func lockOfDead(path string) (lock *os.File, dead bool) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, errors.Is(err, os.ErrNotExist)
+	}
+	if unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB) != nil {
+		f.Close()
+		return nil, false
+	}
+	return f, true
 }

@@ -58,7 +58,7 @@ func (r *runner) account(ctx context.Context, e drain.Event) {
 	case drain.EventStale:
 		r.metrics.StaleSignal(r.o.Service)
 	case drain.EventEnd:
-		s := r.life().machine.Status()
+		s := r.finished(ctx, e.Drain)
 		if s.ID != e.Drain {
 			return
 		}
@@ -73,6 +73,22 @@ func (r *runner) account(ctx context.Context, e drain.Event) {
 			if s.OnNew == drain.OnNewSteer {
 				r.metrics.LateConnections(r.o.Service, metrics.LateSteer, metrics.LateOK, int(d.Late.Redirected))
 			}
+		}
+	}
+}
+
+// finished is the status of a drain whose end was told. The event comes a moment before the status that shows it.
+func (r *runner) finished(ctx context.Context, id string) drain.Status {
+	for {
+		changed := r.life().machine.Changed()
+		s := r.life().machine.Status()
+		if s.ID != id || s.Over() {
+			return s
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return r.life().machine.Status()
 		}
 	}
 }

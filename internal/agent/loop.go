@@ -138,7 +138,11 @@ func (r *runner) reapRest(ctx context.Context, proc *process) {
 	if len(rest) == 0 {
 		return
 	}
-	r.log.Info("CMD has ended; its descendants are asked to", "pids", rest)
+	if r.life().b.flushed.Load() {
+		r.log.Info("CMD has ended; its descendants are asked to", "pids", rest)
+	} else {
+		r.log.Warn("CMD has ended by itself while processes that it started live, and these are ended too; a server must stay in the foreground, as nginx does with -g 'daemon off;'", "pids", rest)
+	}
 	for _, pid := range rest {
 		if err := unix.Kill(pid, unix.SIGTERM); err != nil && !errors.Is(err, unix.ESRCH) {
 			r.log.Warn("end descendant", "pid", pid, "err", err)
@@ -282,11 +286,15 @@ func (r *runner) report(ctx context.Context, proc *process, code int) error {
 	if err != nil {
 		return fmt.Errorf("encode report: %w", err)
 	}
+	body = append(body, '\n')
+	if st, err := os.Stat(r.o.Report); err == nil && !st.Mode().IsRegular() {
+		return os.WriteFile(r.o.Report, body, 0o600) // /dev/stdout or a pipe: written to, never replaced
+	}
 	f, err := os.CreateTemp(filepath.Dir(r.o.Report), ".ebb-report-*")
 	if err != nil {
 		return err
 	}
-	_, err = f.Write(append(body, '\n'))
+	_, err = f.Write(body)
 	if err = errors.Join(err, f.Close()); err == nil {
 		err = os.Rename(f.Name(), r.o.Report)
 	}

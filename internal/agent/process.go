@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -97,8 +98,14 @@ func (p *process) signalGroup(sig syscall.Signal) error {
 
 // killAll ends the group and every descendant that has left it.
 func (p *process) killAll() error {
-	// Its main process by itself too: one that somebody else has started need not lead a group.
-	err := errors.Join(p.signalGroup(unix.SIGKILL), p.signal(unix.SIGKILL))
+	var err error
+	select {
+	case <-p.done:
+		// The group may be empty by now, and its number somebody else's.
+	default:
+		// Its main process by itself too: one that somebody else has started need not lead a group.
+		err = errors.Join(p.signalGroup(unix.SIGKILL), p.signal(unix.SIGKILL))
+	}
 	for _, d := range p.descendants() {
 		if d != p.pid {
 			if kerr := unix.Kill(d, unix.SIGKILL); kerr != nil && !errors.Is(kerr, unix.ESRCH) {
@@ -150,6 +157,7 @@ func startProcess(argv, env []string, stdin, stdout, stderr *os.File) (*process,
 		Files: []uintptr{stdin.Fd(), stdout.Fd(), stderr.Fd()},
 		Sys:   &syscall.SysProcAttr{Setpgid: true, PidFD: &pidfd},
 	})
+	runtime.KeepAlive(stdin) // its finalizer would close what CMD is to inherit
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return nil, fmt.Errorf("%w: %s", ErrNotFound, argv[0])
@@ -230,8 +238,6 @@ func exitCode(ws unix.WaitStatus) int {
 // watchPidfd waits for a process that is not our child. Its exit status is asked from the pidfd, which kernels
 // since 6.15 answer (PIDFD_INFO_EXIT, commit 7477d7dce48a); elsewhere it stays unknown.
 func (p *process) watchPidfd(ctx context.Context) {
-	stop := context.AfterFunc(ctx, func() { p.pidfd.Close() })
-	defer stop()
 	fds := []unix.PollFd{{Fd: int32(p.pidfd.Fd()), Events: unix.POLLIN}}
 	for ctx.Err() == nil {
 		n, err := unix.Poll(fds, 200)

@@ -43,6 +43,9 @@ const (
 	EventGuarded = "listener.guarded"
 	// EventEarly says what a stop signal to CMD does at once from now on; field prepared, or guarded (true).
 	EventEarly = "early"
+	// EventAction is the audit of one action over the API; fields action, uid, pid, by, reason, status (of the answer),
+	// err if it was refused.
+	EventAction = "action"
 	// EventSignal says that a signal was received; fields signal, forwarded.
 	EventSignal = "signal"
 )
@@ -139,7 +142,7 @@ type runner struct {
 	had      api.Backend // listeners and what is not covered, when the last drain began
 }
 
-type paths struct{ dir, sock, journal, lock string }
+type paths struct{ dir, sock, journal string }
 
 // Run supervises a command until it has ended and returns the exit code of the contract. The error, if any, is Ebb's
 // own; the code already says so.
@@ -222,25 +225,24 @@ func (r *runner) claim() error {
 	}
 	dir := filepath.Join(r.o.RunDir, "run")
 	take := func(name string) (*os.File, error) {
-		f, err := os.OpenFile(filepath.Join(dir, name+".lock"), os.O_RDWR|os.O_CREATE, 0o600)
-		if err != nil {
-			return nil, fmt.Errorf("open lock: %w", err)
-		}
+		path := filepath.Join(dir, name+".lock")
 		// Not at the first refusal: a run that is starting tries the locks of the others for a moment, to tell the dead.
 		for range 25 {
-			if err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); !errors.Is(err, unix.EWOULDBLOCK) {
-				break
+			f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+			if err != nil {
+				return nil, fmt.Errorf("open lock: %w", err)
+			}
+			err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+			if err == nil && isAt(f, path) {
+				return f, nil
+			}
+			f.Close()
+			if err != nil && !errors.Is(err, unix.EWOULDBLOCK) {
+				return nil, fmt.Errorf("lock name %s: %w", name, err)
 			}
 			wait(context.Background(), 20*time.Millisecond)
 		}
-		if err != nil {
-			f.Close()
-			if errors.Is(err, unix.EWOULDBLOCK) {
-				return nil, fmt.Errorf("%w: another `ebb run` named %s is alive; give this one its own --name", ErrNameTaken, name)
-			}
-			return nil, fmt.Errorf("lock name %s: %w", name, err)
-		}
-		return f, nil
+		return nil, fmt.Errorf("%w: another `ebb run` named %s is alive; give this one its own --name", ErrNameTaken, name)
 	}
 	f, err := take(r.o.Name)
 	if errors.Is(err, ErrNameTaken) && !given {
@@ -255,11 +257,21 @@ func (r *runner) claim() error {
 		r.o.Service = r.o.Name
 	}
 	base := filepath.Join(dir, r.o.Name)
-	r.paths = paths{dir: dir, sock: base + ".sock", journal: base + ".journal", lock: base + ".lock"}
+	r.paths = paths{dir: dir, sock: base + ".sock", journal: base + ".journal"}
 	if r.o.API != "" {
 		r.paths.sock = r.o.API
 	}
 	return nil
+}
+
+// isAt tells whether an open file is still the one at path: `ebb cleanup` may have removed it before it was locked.
+func isAt(f *os.File, path string) bool {
+	open, err := f.Stat()
+	if err != nil {
+		return false
+	}
+	there, err := os.Lstat(path)
+	return err == nil && os.SameFile(open, there)
 }
 
 // backendID names a backend of this host: the same run, restarted, gets the same one, and the same name in another
@@ -319,10 +331,11 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	removed := false
 	defer func() {
 		if !removed {
-			err = errors.Join(err, dp.close(true))
+			// An adopted CMD outlives us once more: the next owner finds its counts and its rule.
+			err = errors.Join(err, dp.close(!adopted))
 		}
 	}()
-	if r.stopBefore(sigs) { // the start is abandoned: nothing runs yet
+	if !adopted && r.stopBefore(sigs) { // the start is abandoned: nothing runs yet
 		return 0, nil
 	}
 	if proc == nil && r.o.Attach > 0 {
@@ -353,7 +366,7 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	}()
 	closeAPI, err := r.serve(ctx)
 	if err != nil {
-		return ExitFailure, errors.Join(err, proc.killAll())
+		return ExitFailure, errors.Join(err, abandon(proc, adopted))
 	}
 	verb := "started"
 	if r.o.Attach > 0 {
@@ -396,6 +409,14 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 		r.log.Warn("remove backend from kernel", "err", cerr)
 	}
 	return code, nil
+}
+
+// abandon ends a CMD that cannot be supervised, unless it is one that served before us.
+func abandon(proc *process, adopted bool) error {
+	if adopted {
+		return nil
+	}
+	return proc.killAll()
 }
 
 // survivor is the CMD of an earlier `ebb run` of this name, if it is still the same living process.
@@ -468,12 +489,11 @@ func deadBackends(dir string) func(uint64) bool {
 
 // locked tells whether a living owner holds the lock.
 func locked(path string) bool {
-	f, err := os.Open(path)
-	if err != nil {
-		return !errors.Is(err, os.ErrNotExist)
+	lock, dead := lockOfDead(path)
+	if lock != nil {
+		lock.Close()
 	}
-	defer f.Close()
-	return unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB) != nil
+	return !dead
 }
 
 func portsOnly(aps []netip.AddrPort) []uint16 {

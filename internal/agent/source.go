@@ -29,7 +29,7 @@ var _ api.Source = (*runner)(nil)
 
 // serve opens the API socket and, if asked for, the TCP address of probes and metrics.
 func (r *runner) serve(ctx context.Context) (closeAPI func(), err error) {
-	srv, err := api.NewServer(api.Options{Source: r, Log: r.events, Metrics: r.metrics.Handler(), Logger: r.log})
+	srv, err := api.NewServer(api.Options{Source: r, Log: r.events, Metrics: r.metrics.Handler(), Logger: r.log, Audit: r.audited})
 	if err != nil {
 		return nil, err
 	}
@@ -67,6 +67,19 @@ func (r *runner) serve(ctx context.Context) (closeAPI func(), err error) {
 		cancel()
 		served.Wait()
 	}, nil
+}
+
+// audited publishes one event for each action that somebody asked for, refused ones too.
+func (r *runner) audited(a api.Audit) {
+	e := drain.Event{Type: EventAction, Drain: a.Drain, Fields: map[string]any{
+		"action": a.Action, "uid": a.UID, "pid": a.PID, "by": a.By, "reason": a.Reason, "status": a.Status,
+	}}
+	e.Message = a.Action + " by " + a.By
+	if a.Err != nil {
+		e.Message += " was refused: " + a.Err.Error()
+		e.Fields["err"] = a.Err.Error()
+	}
+	r.emit(e)
 }
 
 // Backends implements api.Source.
@@ -266,7 +279,9 @@ func (r *runner) Drain(ctx context.Context, name string, q api.DrainRequest) (ap
 	if err != nil {
 		return api.Drain{}, fmt.Errorf("%w: %w", api.ErrNotPossible, err)
 	}
-	s, err := r.life().machine.Begin(ctx, drain.Request{Gen: q.Gen, Cause: drain.CauseOperator, Policy: eff.Policy, Deadline: deadline, Reason: q.Reason, By: q.By})
+	s, err := r.life().machine.Begin(ctx, drain.Request{
+		Gen: q.Gen, Cause: drain.CauseOperator, Policy: eff.Policy, Deadline: deadline, Join: q.Grace == nil, Reason: q.Reason, By: q.By,
+	})
 	return r.answer(s, err)
 }
 

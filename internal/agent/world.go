@@ -51,29 +51,31 @@ type backend struct {
 	mustSee  bool   // after a restart the counts are checked against a walk before a zero is believed
 	accepted uint64 // connections ever accepted, at the last census
 	atBegin  uint64 // the same when the drain began
+	refused  int64  // connections turned away before it began
+	gone     bool   // nothing of the flip's half-open requests and queues is left
 	refusing bool
 
 	lookMu   sync.Mutex // classifier and last look
 	cls      *probes.Classifier
 	verdicts []probes.Verdict
 	waitFrom time.Time // when retiring became allowed
-	requests map[uint64]uint32
 	held     map[uint64]*probes.Held
 }
 
 // refresh reads the listeners, decides which are covered and prepares those for the flip.
 func (b *backend) refresh(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
 	ls, _, err := b.dp.listeners(ctx)
 	if err != nil {
 		return err
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
 	b.take(ls)
 	return nil
 }
 
-// take replaces what is known of the listeners. The caller holds mu.
+// take replaces what is known of the listeners. The caller has held mu since before it listed them: a list that was made
+// before another was taken would add a forgotten listener to goneSum again.
 func (b *backend) take(ls []listener) {
 	var live []listener
 	for _, l := range ls {
@@ -111,11 +113,10 @@ func (b *backend) take(ls []listener) {
 		if !was {
 			was = b.cov.split(append(slices.Clone(live), l))[len(live)] == ""
 		}
-		if l.open+l.ending+l.closing == 0 {
+		if l.open+l.ending+l.closing == 0 && b.dp.forget(l.cookie) {
 			if was {
 				b.goneSum += l.total
 			}
-			b.dp.forget(l.cookie)
 			continue
 		}
 		if was {
@@ -175,12 +176,12 @@ type census struct {
 }
 
 func (b *backend) census(ctx context.Context) (census, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
 	ls, known, err := b.dp.listeners(ctx)
 	if err != nil {
 		return census{}, err
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
 	b.take(ls)
 	c := census{known: known && !b.mustSee, total: b.goneSum}
 	for _, l := range b.covered {
@@ -201,9 +202,10 @@ func (b *backend) Journal(r drain.Record) error {
 	switch r.Type {
 	case "begin":
 		b.late.keep.yield()
-		b.begun(r)
+		b.begun()
+		b.mark(r)
 	case "shorten", "extend":
-		b.begun(r)
+		b.mark(r)
 	}
 	return nil
 }
@@ -241,8 +243,10 @@ func (b *backend) CloseAdmission(ctx context.Context, until time.Time) error {
 		return err
 	}
 	b.mu.Lock()
+	if !b.refusing {
+		b.halfOpen, b.gone = nil, false
+	}
 	b.refusing = true
-	b.halfOpen = nil
 	b.mu.Unlock()
 	if other := b.dp.overruled(); other != "" {
 		return fmt.Errorf("%w: %s may choose a socket although admission is closed", drain.ErrUnguarded, other)
@@ -292,7 +296,17 @@ func (b *backend) Settled(ctx context.Context) (drain.Pending, error) {
 		p.Queued += q
 		p.HalfOpen += h
 	}
+	b.mu.Lock()
+	b.gone = p == drain.Pending{}
+	b.mu.Unlock()
 	return p, nil
+}
+
+// settled tells that admission is closed and that nothing is left of what was on its way at the flip.
+func (b *backend) settled() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.refusing && b.gone
 }
 
 func has(m map[uint64]listener) func(uint64) bool {
@@ -314,6 +328,9 @@ func (b *backend) Look(ctx context.Context) (drain.Counts, error) {
 		return counts, nil
 	}
 	ports := portsOf(covered)
+	if c.open+c.ending == 0 && b.settled() {
+		ports = nil // nothing is open, nothing half-open was left, and nothing new comes: the walks are saved
+	}
 	for _, sp := range b.dp.spaces() {
 		if len(ports) == 0 {
 			break
@@ -411,28 +428,37 @@ func (b *backend) lift() {
 	}
 }
 
-// begun notes where the counts stood when the drain began, so that what came later can be told.
-func (b *backend) begun(r drain.Record) {
+// begun notes where the counts stand, so that what comes later can be told, and begins the patience of Retire anew.
+func (b *backend) begun() {
+	b.lookMu.Lock()
+	b.waitFrom = time.Time{}
+	b.lookMu.Unlock()
+	refused, _ := b.dp.refused()
 	c, err := b.census(context.Background())
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.refused = refused
 	if err == nil {
-		b.mu.Lock()
 		b.atBegin = c.total
-		b.mu.Unlock()
 	}
+}
+
+// mark tells the kernel of the drain and its deadline.
+func (b *backend) mark(r drain.Record) {
 	if err := b.dp.mark(time.Duration(r.BegunBoot), time.Duration(r.DeadlineBoot)); err != nil {
 		b.log.Warn("mark drain in the kernel: zero is found by polling alone", "err", err)
 	}
 }
 
-// lateView counts the connections that came after the backend was told to stop.
+// lateView counts the connections that came after the drain began, or after the restart of ebb if that was later.
 func (b *backend) lateView(s drain.Status) *api.Late {
+	refused, ok := b.dp.refused()
 	b.mu.Lock()
-	admitted := int64(b.accepted) - int64(b.atBegin)
-	b.mu.Unlock()
-	v := &api.Late{Admitted: max(0, admitted), Ended: int64(s.LateEnded)}
-	if refused, ok := b.dp.refused(); ok {
-		v.Refused = refused
+	v := &api.Late{Admitted: max(0, int64(b.accepted)-int64(b.atBegin)), Ended: int64(s.LateEnded)}
+	if ok {
+		v.Refused = max(0, refused-b.refused)
 	}
+	b.mu.Unlock()
 	b.late.view(v)
 	if c := s.LateCounts; c != nil && c.Known {
 		carried, parked := int64(c.Carried), int64(c.Parked)

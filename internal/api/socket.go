@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -110,24 +111,30 @@ func Listen(path string) (net.Listener, error) {
 	return ln, nil
 }
 
+// lockPatience bounds the wait for the lock of a directory. Whoever opens a socket holds it for milliseconds; another
+// user, who can lock any directory that can be read, must not hold up a start for ever.
+const lockPatience = 2 * time.Second
+
 // lockDir takes an exclusive lock on the directory, so that two processes that find the same stale socket do
-// not remove each other's new one.
+// not remove each other's new one. When its patience is over it does without.
 func lockDir(dir string) (unlock func(), err error) {
 	f, err := os.Open(dir)
 	if err != nil {
 		return nil, err
 	}
-	for {
-		err = unix.Flock(int(f.Fd()), unix.LOCK_EX)
-		if !errors.Is(err, unix.EINTR) {
-			break
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	for until := time.Now().Add(lockPatience); ; <-tick.C {
+		err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		busy := errors.Is(err, unix.EWOULDBLOCK) || errors.Is(err, unix.EINTR)
+		switch {
+		case err != nil && !busy:
+			return nil, errors.Join(fmt.Errorf("lock %s: %w", dir, err), f.Close())
+		case err == nil || time.Now().After(until):
+			// The lock goes with the last descriptor of this open file.
+			return func() { _ = f.Close() }, nil
 		}
 	}
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("lock %s: %w", dir, err), f.Close())
-	}
-	// The lock goes with the last descriptor of this open file.
-	return func() { _ = f.Close() }, nil
 }
 
 // removeStale removes the socket at path if nobody answers on it.

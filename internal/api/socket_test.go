@@ -122,6 +122,27 @@ func TestListenLeavesTheSocketOfAnother(t *testing.T) {
 	}
 }
 
+// Anyone who can read the directory can lock it, and must not keep us from listening.
+func TestListenInADirectoryThatAnotherLocks(t *testing.T) {
+	t.Parallel()
+	dir := shortDir(t)
+	f, err := os.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	ln, err := Listen(filepath.Join(dir, "a.sock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := ln.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // Of many that start over one stale socket exactly one gets it.
 func TestListenRace(t *testing.T) {
 	path := filepath.Join(shortDir(t), "a.sock")

@@ -187,7 +187,7 @@ type Drain struct {
 	Survivors []Straggler `json:"survivors"`
 	Cut       *Cut        `json:"cut"`     // nil if nothing was cut
 	Retired   int64       `json:"retired"` // idle connections closed one by one
-	// Late counts the connections that arrived after stop_new, nil if not known.
+	// Late counts the connections that arrived after the drain began, nil if not known.
 	Late *Late `json:"late"`
 	// Unguarded: admission could not be closed, so that a zero was believed after a pause only.
 	Unguarded bool `json:"unguarded"`

@@ -121,7 +121,7 @@ func (r *running) inner(t *testing.T) int {
 				text = append(text, b...)
 			}
 		}
-		for _, f := range strings.Fields(string(text)) {
+		for f := range strings.FieldsSeq(string(text)) {
 			n, err := strconv.Atoi(f)
 			if err != nil {
 				continue
@@ -251,7 +251,7 @@ func TestDemoLosesNothing(t *testing.T) {
 		t.Errorf("got exit code %d, ok %v, want 0, true; it wrote:\n%s%s", code, rep.OK, r.out.String(), r.err.String())
 	}
 	var names []string
-	var tried, refused int64
+	var tried, refused, late int64
 	for _, a := range rep.Acts {
 		names = append(names, a.Name)
 		if a.Requests != a.Answered+a.TurnedAway+a.Lost {
@@ -262,6 +262,8 @@ func TestDemoLosesNothing(t *testing.T) {
 		}
 		tried += a.Clients.Made + a.Clients.Refused
 		refused += a.Clients.Refused
+		// A handshake that completed just before the RST is none that failed to the network stack.
+		late += a.LostBy[loadtest.ConnectReset]
 		if !a.Ebb {
 			if a.Lost == 0 {
 				t.Errorf("act %s: nothing was lost without Ebb, so the load shows nothing", a.Name)
@@ -296,8 +298,8 @@ func TestDemoLosesNothing(t *testing.T) {
 	if tcp["ActiveOpens"] != tried {
 		t.Errorf("the network stack opened %d connections, the demo says %d", tcp["ActiveOpens"], tried)
 	}
-	if tcp["AttemptFails"] != refused {
-		t.Errorf("the network stack saw %d attempts fail, the demo says %d", tcp["AttemptFails"], refused)
+	if n := tcp["AttemptFails"]; n > refused || n < refused-late {
+		t.Errorf("the network stack saw %d attempts fail, the demo says %d, %d of them reset", n, refused, late)
 	}
 	ns.Close()
 	r.checkNothingLeft(t, id)

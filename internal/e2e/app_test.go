@@ -158,9 +158,16 @@ func act(options []string) int {
 	return 0
 }
 
-// shortBudget is a budget that leaves 8 s to wait; tests wait for events of it, never for the time itself.
-func shortBudget(more ...string) []string {
-	return append([]string{"--grace", "12s", "--flush-timeout", "2s", "--reserve", "2s", "--quiet-period", "300ms"}, more...)
+// as is the host for a subtest: what fails or is started then is the subtest's.
+func (h *host) as(t *testing.T) *host {
+	sub := *h
+	sub.t = t
+	return &sub
+}
+
+// roomy is the budget of a drain that reaches zero: a slow machine does not use it up.
+func roomy(more ...string) []string {
+	return append([]string{"--grace", "60s", "--flush-timeout", "5s", "--reserve", "2s", "--quiet-period", "300ms"}, more...)
 }
 
 // said waits until CMD has written a line to its standard output.
@@ -208,9 +215,19 @@ func (r *supervised) stderr() string {
 	return strings.Join(r.other, "\n")
 }
 
+// complaints are the lines of the log but for those about the host: other tests install beside this one.
+func (r *supervised) complaints() (lines []string) {
+	for l := range strings.SplitSeq(r.stderr(), "\n") {
+		if l != "" && !strings.Contains(l, `"msg":"degraded"`) {
+			lines = append(lines, l)
+		}
+	}
+	return lines
+}
+
 // logged tells whether a line of the log at a level contains a text.
 func (r *supervised) logged(level, text string) bool {
-	for _, l := range strings.Split(r.stderr(), "\n") {
+	for l := range strings.SplitSeq(r.stderr(), "\n") {
 		if strings.Contains(l, `"level":"`+level+`"`) && strings.Contains(l, text) {
 			return true
 		}

@@ -78,7 +78,7 @@ func TestC8_ASilentClientDelaysOnlyUnderWait(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
 	// Go's MPTCP listener and a plain TCP one.
-	ignore := h.run("ignore", shortBudget("--on-new", "refuse"), goServer(t, "127.0.0.1:8001", "-mptcp")...)
+	ignore := h.run("ignore", roomy("--on-new", "refuse"), goServer(t, "127.0.0.1:8001", "-mptcp")...)
 	wait := h.run("wait", []string{"--grace", "60s", "--quiet-period", "300ms", "--on-new", "refuse", "--idle", "wait"}, goServer(t, "127.0.0.1:8002")...)
 	h.connect("127.0.0.1:8001")
 	c := h.connect("127.0.0.1:8002")
@@ -122,6 +122,7 @@ func TestC9_IdleConnectionsBesideABusyRequest(t *testing.T) {
 		{"opaque-wait", []string{"--idle-after", "500ms", "--idle", "wait"}, map[string]int64{"active": 1, "idle": 50}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			h := h.as(t)
 			r := h.run(c.name, append([]string{"--grace", "60s", "--quiet-period", "300ms", "--on-new", "refuse"}, c.flags...), goServer(t, "127.0.0.1:8001")...)
 			var idle []*kept
 			for range 50 {
@@ -203,8 +204,8 @@ func TestT10_AZeroFromBeforeTheDrainMeansNothing(t *testing.T) {
 	if !strings.Contains(out, "unguarded") {
 		t.Errorf("ebb explain does not say unguarded:\n%s", out)
 	}
-	if !strings.Contains(r.metrics(), `ebb_feature{feature="guarded"} 0`) && !strings.Contains(r.metrics(), "ebb_feature") {
-		t.Error("the metrics do not tell of the features")
+	if !strings.Contains(r.metrics(), `ebb_feature{feature="admission"} 0`) {
+		t.Error("the metrics do not say that admission cannot close")
 	}
 	c.Close()
 	if code := r.wait(); code != 0 {
@@ -223,7 +224,7 @@ func TestT10_AZeroFromBeforeTheDrainMeansNothing(t *testing.T) {
 func TestC28_ReadinessProbesAreNotCounted(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
-	r := h.run("own", shortBudget("--ready", "http://127.0.0.1:8002/healthz", "--on-new", "refuse"), goServer(t, "127.0.0.1:8001", "-listen", "127.0.0.1:8002")...)
+	r := h.run("own", roomy("--ready", "http://127.0.0.1:8002/healthz", "--on-new", "refuse"), goServer(t, "127.0.0.1:8001", "-listen", "127.0.0.1:8002")...)
 	eventually(t, "ready", func() bool { return r.status("/readyz") == http.StatusOK })
 	for range 20 {
 		if s := r.status("/readyz"); s != http.StatusOK {
@@ -282,7 +283,7 @@ func TestG10_WhatIsNotCoveredIsSaid(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
 	sock := filepath.Join(t.TempDir(), "s")
-	r := h.run("web", shortBudget(), app(t, "listen=0.0.0.0:8001", "listen=127.0.0.1:8002", "udp=127.0.0.1:5353", "unix="+sock)...)
+	r := h.run("web", roomy(), app(t, "listen=0.0.0.0:8001", "listen=127.0.0.1:8002", "udp=127.0.0.1:5353", "unix="+sock)...)
 	r.said("ready")
 	want := []string{"127.0.0.1:8002", "127.0.0.1:5353", sock}
 	check := func(where string, list []api.NotCovered) {
@@ -312,7 +313,7 @@ func TestG10_WhatIsNotCoveredIsSaid(t *testing.T) {
 func TestG10_MPTCPSurvivorsOfACutAreReported(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
-	r := h.run("web", []string{"--grace", "4s", "--flush-timeout", "500ms", "--reserve", "2s", "--quiet-period", "200ms", "--on-new", "refuse"},
+	r := h.run("web", []string{"--grace", "8s", "--flush-timeout", "500ms", "--reserve", "6s", "--quiet-period", "200ms", "--on-new", "refuse"},
 		app(t, "deaf", "mptcp=127.0.0.1:8001", "exit=none")...)
 	var c net.Conn
 	h.ns.Do(t, func() {

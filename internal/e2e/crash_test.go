@@ -75,6 +75,7 @@ func (r *supervised) adopted(pid int) {
 // One of three servers is killed: its own streams are lost, and nothing else. Then one of the supervisors is killed, and
 // nothing is.
 func TestD1_ACrashCostsWhatWasInFlightThere(t *testing.T) {
+	t.Parallel()
 	h := newHost(t)
 	type one struct {
 		r      *supervised
@@ -134,6 +135,7 @@ func TestD1_ACrashCostsWhatWasInFlightThere(t *testing.T) {
 // The supervisor is killed in the middle of a drain with 50 connections open, 20 of which close while it is dead. Its
 // successor finds 30, keeps the deadline, and ends the drain when they have gone.
 func TestD4_KilledInTheMiddleOfADrain(t *testing.T) {
+	t.Parallel()
 	h := newHost(t)
 	const addr = "127.0.0.1:8080"
 	argv := goServer(t, addr)
@@ -182,6 +184,7 @@ func TestD4_KilledInTheMiddleOfADrain(t *testing.T) {
 
 // The supervisor dies after the flip and so does the server; whoever is started on its port, without ebb, is served.
 func TestG1_RestartedWithoutEbbIsServed(t *testing.T) {
+	t.Parallel()
 	h := newHost(t)
 	const addr = "127.0.0.1:8080"
 	r := h.run("g1", wideBudget, goServer(t, addr)...)
@@ -310,6 +313,7 @@ func TestG9_SideBySideInAnyOrder(t *testing.T) {
 
 // Two containers of one host have the same addresses: the drain of one does not touch the other.
 func TestG9_SameAddressInTwoNamespaces(t *testing.T) {
+	t.Parallel()
 	h := newHost(t)
 	other := *h
 	other.ns = netnstest.New(t)
@@ -343,7 +347,7 @@ func shuttingDown(master int) (n int) {
 	if err != nil {
 		return 0
 	}
-	for _, pid := range strings.Fields(string(b)) {
+	for pid := range strings.FieldsSeq(string(b)) {
 		title, err := os.ReadFile("/proc/" + pid + "/cmdline")
 		if err == nil && strings.Contains(string(title), "shutting down") {
 			n++
@@ -369,6 +373,7 @@ func resident(t *testing.T, pid int) int64 {
 // nginx is reloaded twenty times by a signal that ebb passes on, and each time a client is left behind with an answer half
 // read: every one is counted, none is lost, and neither listeners nor memory pile up.
 func TestC17_ReloadsWithConnectionsLeftBehind(t *testing.T) {
+	t.Parallel()
 	n := newLAN(t)
 	addr := n.v4(8080)
 	const reloads = 20
@@ -415,6 +420,7 @@ func TestC17_ReloadsWithConnectionsLeftBehind(t *testing.T) {
 
 // An operator's longer budget is had in full, and nothing is said of a kill time.
 func TestT13_OperatorsLongerGraceIsNotScaled(t *testing.T) {
+	t.Parallel()
 	h := newHost(t)
 	const addr = "127.0.0.1:8080"
 	r := h.run("t13", tightBudget, goServer(t, addr)...)

@@ -237,7 +237,7 @@ func TestR17_CutsAreSpread(t *testing.T) {
 		t.Errorf("a spread that does not fit: exit code %d, want %d and the sums\n%s", code, agent.ExitFailure, stderr)
 	}
 	const conns = 100
-	r := h.run("web", []string{"--grace", "6s", "--flush-timeout", "500ms", "--reserve", "4500ms", "--quiet-period", "200ms", "--on-new", "refuse", "--close-spread", "2s"},
+	r := h.run("web", []string{"--grace", "9s", "--flush-timeout", "500ms", "--reserve", "7s", "--quiet-period", "200ms", "--on-new", "refuse", "--close-spread", "2s"},
 		app(t, "listen=127.0.0.1:8001", "exit=none")...)
 	var wg sync.WaitGroup
 	var mu sync.Mutex

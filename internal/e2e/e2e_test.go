@@ -184,6 +184,7 @@ func (h *host) startWith(prepare func(*exec.Cmd), name string, flags []string, a
 	h.t.Cleanup(func() {
 		r.cmd.Cmd.Process.Kill()
 		<-r.done
+		r.endOrphan(argv[0])
 		if h.t.Failed() {
 			r.dump()
 		}
@@ -197,6 +198,21 @@ func (h *host) run(name string, flags []string, argv ...string) *supervised {
 	r := h.start(name, flags, argv...)
 	r.await(agent.EventListener)
 	return r
+}
+
+// endOrphan ends a CMD that outlives its killed ebb, as that of a failed test does: it leads the process group that ebb
+// made for it, and its command line still names the program.
+func (r *supervised) endOrphan(program string) {
+	for _, e := range r.all(agent.EventRun) {
+		pid, ok := e.Fields["pid"].(float64)
+		if !ok {
+			continue
+		}
+		title, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", int(pid)))
+		if err == nil && strings.Contains(string(title), filepath.Base(program)) {
+			_ = syscall.Kill(-int(pid), syscall.SIGKILL) // it may be ending by itself
+		}
+	}
 }
 
 func (r *supervised) read(stderr io.Reader) {

@@ -200,6 +200,12 @@ func TestD14_UndrainOpensAndTheNextDrainIsAnother(t *testing.T) {
 	if b := r.backend(); b.State != drain.StateServing || b.Drain.Outcome != drain.OutcomeCancelled {
 		t.Errorf("got state %s and outcome %q, want serving and cancelled", b.State, b.Drain.Outcome)
 	}
+	eventually(t, "the metrics tell of one cancelled drain, and of no other", func() bool {
+		m := r.metrics()
+		return strings.Contains(m, `ebb_drains_total{cause="operator",outcome="cancelled",service="web"} 1`) &&
+			strings.Contains(m, `ebb_drains_total{cause="operator",outcome="drained",service="web"} 0`) &&
+			strings.Contains(m, `ebb_drains_total{cause="operator",outcome="lost",service="web"} 0`)
+	})
 	if _, _, code := h.ebb("undrain", "web"); code == 0 {
 		t.Error("a second undrain found something to take back")
 	}
@@ -229,15 +235,17 @@ func TestD14_UndrainRacesZero(t *testing.T) {
 	r := h.run("race", []string{"--grace", "60s", "--on-new", "refuse", "--quiet-period", "50ms"}, app(t, "listen=127.0.0.1:8001")...)
 	client := r.api()
 	won := 0
-	for i := range 30 {
+	after := 5 * time.Millisecond
+	for range 30 {
 		c := h.stuck("127.0.0.1:8001")
 		d, err := client.Drain(t.Context(), "race", api.DrainRequest{})
 		if err != nil {
 			t.Fatal(err)
 		}
 		c.Close()
-		// From right after zero to well past the quiet period: sooner or later the flush wins.
-		pause := time.NewTimer(time.Duration(i) * 10 * time.Millisecond)
+		// From right after zero to long past the quiet period, however slow the machine is: in the end the flush wins.
+		pause := time.NewTimer(after)
+		after = after * 4 / 3
 		<-pause.C
 		_, err = client.Undrain(t.Context(), "race", api.UndrainRequest{})
 		if err == nil {
@@ -287,6 +295,7 @@ func TestT1_OrderOfPhasesAndMomentOfTheNotice(t *testing.T) {
 	order := []drain.Phase{drain.PhaseBegin, drain.PhaseStopNew, drain.PhaseSettle, drain.PhaseWait, drain.PhaseFlush, drain.PhaseCut, drain.PhaseDone}
 	for _, moment := range []string{"begin", "settled"} {
 		t.Run(moment, func(t *testing.T) {
+			h := h.as(t)
 			quiet := "40s" // stop_new lasts as long: the notice at begin does not wait for its end
 			if moment == "settled" {
 				quiet = "2s"
@@ -450,6 +459,36 @@ func TestT3_ReadinessTurnsAtBeginAndASlowBalancerLosesNothing(t *testing.T) {
 	}
 }
 
+// A balancer that never learns is served for admit_for, and turned away before a byte from then on.
+func TestT3_AdmitForBoundsTheAdmission(t *testing.T) {
+	t.Parallel()
+	h := newHost(t)
+	r := h.run("web", []string{"--grace", "60s", "--quiet-period", "300ms", "--admit-for", "2s", "--protocol", "http1"}, goServer(t, "127.0.0.1:8001")...)
+	l := h.load(loadtest.Options{Targets: []loadtest.Target{{Name: "web", Addr: "127.0.0.1:8001"}}, Rate: 50})
+	l.warm(20)
+	r.signal(unix.SIGTERM)
+	if code := r.wait(); code != 0 {
+		t.Errorf("got exit code %d, want 0", code)
+	}
+	rep := l.end()
+	d := r.drained()
+	flip := at(t, d, drain.PhaseSettle)
+	if admitted := flip.Sub(d.Begun); admitted < 2*time.Second {
+		t.Errorf("admission closed after %v, want 2s: connections never paused", admitted)
+	}
+	for v, tally := range rep.Verdicts {
+		switch {
+		case v == loadtest.OK:
+		case v == loadtest.ConnectRefused && tally.FirstStart.After(d.Begun.Add(2*time.Second)):
+		default:
+			t.Errorf("%d × %s (%s), first at %v; begun at %v, flip at %v", tally.Count, v, tally.Example, tally.FirstStart, d.Begun, flip)
+		}
+	}
+	if d.Outcome != drain.OutcomeDrained || d.Late == nil || d.Late.Admitted == 0 || d.Late.Refused == 0 {
+		t.Errorf("got %s with late %+v, want drained with late connections admitted and refused", d.Outcome, d.Late)
+	}
+}
+
 // A drain is begun with a shorter budget: the slices are scaled to it, and the drain says so.
 func TestT13_AShorterKillTimeScalesTheSlices(t *testing.T) {
 	t.Parallel()
@@ -578,7 +617,7 @@ func TestR9_TheWaitOfTheCommandLineEndsWithTheOutcome(t *testing.T) {
 		code   int
 		during func(t *testing.T, r *supervised)
 	}{
-		{"drained", short, 0, nil},
+		{"drained", append(slices.Clone(short), "--grace", "60s"), 0, nil},
 		{"expired", short, 3, nil},
 		{"lost", append(slices.Clone(short), "--grace", "60s"), 4, func(t *testing.T, r *supervised) {
 			r.phase(drain.PhaseWait)
@@ -594,6 +633,7 @@ func TestR9_TheWaitOfTheCommandLineEndsWithTheOutcome(t *testing.T) {
 		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			h := h.as(t)
 			r := h.run(c.name, c.flags, app(t, "listen=127.0.0.1:8001")...)
 			if c.name != "drained" {
 				conn := h.stuck("127.0.0.1:8001")

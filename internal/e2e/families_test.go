@@ -53,6 +53,7 @@ while True:
 
 // One listener, one rule: whatever way a client reaches it, it is counted, and turned away after the flip.
 func TestC33_ListenersOfBothFamilies(t *testing.T) {
+	t.Parallel()
 	n := newLAN(t)
 	// Each case has a port of its own, so that they can share the machines.
 	for i, tt := range []struct {
@@ -126,6 +127,7 @@ func TestC33_ListenersOfBothFamilies(t *testing.T) {
 // A listener that was open before ebb came is handed down, with connections in its queue, others that arrive while ebb
 // attaches, and later ones: every one is counted, and each leaves the count.
 func TestC25_InheritedListenerIsCountedExactly(t *testing.T) {
+	t.Parallel()
 	h := newHost(t)
 	l := h.ns.Listen(t, "tcp", "127.0.0.1:8080")
 	file, err := l.(*net.TCPListener).File()
@@ -195,6 +197,7 @@ func TestC25_InheritedListenerIsCountedExactly(t *testing.T) {
 func TestG6_SpecificAddressOfAnotherIsLeftAlone(t *testing.T) {
 	for _, tt := range []struct{ kind, wildcard string }{{"v4", "0.0.0.0"}, {"mapped", "::"}} {
 		t.Run(tt.wildcard, func(t *testing.T) {
+			t.Parallel()
 			h := newHost(t)
 			// One that waits for its client's next request is what keeps the drain from ending while the test looks.
 			r := h.run("g6", with(wideBudget, "--on-new", "refuse", "--idle", "wait"), python(t, tinyServer, tt.kind, tt.wildcard, "8080")...)

@@ -100,13 +100,13 @@ func TestC36_ListenerLeavesAStorm(t *testing.T) {
 			argv := packaged(loadtest.Nginx)(t, 8080, loadtest.ServerOptions{Host: n.link.B.V4.String(), Workers: 2, ReusePort: true})
 			r := n.run("web", with(wideBudget, "--on-new", string(onNew)), argv...)
 			s := newStorm(t, n.client, n.v4(8080), 24, nil)
-			eventually(t, "the storm is up", func() bool { return s.served.Load() > 2000 })
+			eventually(t, "the storm is up", func() bool { return s.served.Load() > 1000 })
 			began := time.Now()
 			r.signal(syscall.SIGTERM)
 			if onNew == drain.OnNewAuto {
 				served := s.served.Load()
 				r.phase(drain.PhaseStopNew)
-				eventually(t, "late connections are served", func() bool { return s.served.Load() > served+2000 })
+				eventually(t, "late connections are served", func() bool { return s.served.Load() > served+1000 })
 				s.stop()
 			}
 			if code := r.wait(); code != 0 {
@@ -200,12 +200,12 @@ func TestR18_RefusedPostRunsNowhere(t *testing.T) {
 		return "POST /flush HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 	}
 	s := newStorm(t, n.client, blue, 8, post)
-	for range 3 {
+	for range 2 {
 		served := s.served.Load()
-		eventually(t, "posts run", func() bool { return s.served.Load() > served+200 })
+		eventually(t, "posts run", func() bool { return s.served.Load() > served+100 })
 		r.must("drain", refusing)
 		refused := s.refused.Load()
-		eventually(t, "posts are refused", func() bool { return s.refused.Load() > refused+200 })
+		eventually(t, "posts are refused", func() bool { return s.refused.Load() > refused+100 })
 		r.must("undrain", struct{}{})
 	}
 	shots := s.end()

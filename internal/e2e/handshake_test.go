@@ -262,6 +262,7 @@ func TestR6_LastAckAfterTheFlip(t *testing.T) {
 	for _, cookies := range []string{"1", "2"} { // when the table is full, always
 		for _, onNew := range []drain.OnNew{drain.OnNewAuto, drain.OnNewRefuse} {
 			t.Run("syncookies "+cookies+"/"+string(onNew), func(t *testing.T) {
+				t.Parallel()
 				h := newHost(t)
 				setSysctl(t, h.ns, "ipv4/tcp_syncookies", cookies)
 				w := newWire(t, h)
@@ -310,6 +311,7 @@ func TestR6_LastAckAfterTheFlip(t *testing.T) {
 
 // With admission closed a SYN is turned away at once, and a handshake that began before is not.
 func TestR6_SynAfterTheFlipIsTurnedAway(t *testing.T) {
+	t.Parallel()
 	h := newHost(t)
 	w := newWire(t, h)
 	r := h.run("web", with(wideBudget, "--on-new", "refuse"), goServer(t, w.server.String()+":8080")...)
@@ -333,6 +335,7 @@ func TestR6_SynAfterTheFlipIsTurnedAway(t *testing.T) {
 // Connections that are born in unusual ways are counted like the others: the census equals a walk over the sockets while
 // they are open, and nothing is left when they are gone.
 func TestC26_UnusualBirthsEqualAWalk(t *testing.T) {
+	t.Parallel()
 	n := newLAN(t)
 	setSysctl(t, n.ns, "ipv4/tcp_fastopen", "519") // client, server, no cookie needed on either side
 	setSysctl(t, n.client, "ipv4/tcp_fastopen", "519")

@@ -51,6 +51,7 @@ func (r *supervised) drainedAtZero() api.Drain {
 
 // The framework shuts down and forgets its upgraded connection; the kernel does not, and the drain waits for it.
 func TestT7_ForgottenConnectionStillCounts(t *testing.T) {
+	t.Parallel()
 	h := newHost(t)
 	const addr = "127.0.0.1:8080"
 	// The server, told at notify, closes its listener and is done at once: net/http does not wait for what was hijacked.
@@ -103,6 +104,7 @@ while True:
 // A process that exits with unread data resets the connection, and what it has answered is lost on its way: at the
 // deadline the answer arrives all the same.
 func TestT15_UnreadUploadKeepsItsAnswer(t *testing.T) {
+	t.Parallel()
 	n := newLAN(t)
 	r := n.run("web", []string{"--grace", "20s", "--flush-timeout", "8s", "--reserve", "8s", "--quiet-period", "300ms", "--on-new", "refuse"},
 		python(t, unreadUpload, n.link.B.V4.String(), "8080")...)
@@ -199,6 +201,7 @@ func TestC10_RequestAtTheInstantOfRetirement(t *testing.T) {
 // A client reads 10 MB slowly. The answer is in flight until its last byte is acknowledged, also when the server has
 // written all of it and closed its side.
 func TestC11_SlowReaderIsInFlight(t *testing.T) {
+	t.Parallel()
 	n := newLAN(t)
 	argv := packaged(loadtest.Nginx)(t, 8080, loadtest.ServerOptions{Host: n.link.B.V4.String(), Workers: 1})
 	r := n.run("web", with(wideBudget, "--protocol", "http1", "--on-new", "refuse"), argv...)
@@ -255,6 +258,7 @@ while True:
 
 // A connection on which our side is finished and acknowledged is closing and blocks nothing.
 func TestC18_HalfClosedServerSideDoesNotBlock(t *testing.T) {
+	t.Parallel()
 	n := newLAN(t)
 	r := n.run("web", with(wideBudget, "--on-new", "refuse"), python(t, halfCloser, n.link.B.V4.String(), "8080")...)
 	c := dialHTTP(t, n.client, n.v4(8080))
@@ -271,6 +275,7 @@ func TestC18_HalfClosedServerSideDoesNotBlock(t *testing.T) {
 
 // A client that has closed its side still gets its answer, and the drain waits for it.
 func TestC18_HalfClosedClientIsAnswered(t *testing.T) {
+	t.Parallel()
 	n := newLAN(t)
 	r := n.run("web", with(wideBudget, "--on-new", "refuse", "--protocol", "http1"), goServer(t, n.v4(8080))...)
 	c := dialHTTP(t, n.client, n.v4(8080))
@@ -288,6 +293,7 @@ func TestC18_HalfClosedClientIsAnswered(t *testing.T) {
 
 // Clients abort endless answers, politely and not: the drain ends then, and not at its deadline.
 func TestC20_AbortedStreamLeavesTheCount(t *testing.T) {
+	t.Parallel()
 	n := newLAN(t)
 	addr := n.v4(8080)
 	r := n.run("web", with(wideBudget, "--on-new", "refuse"), goServer(t, addr)...)
@@ -307,6 +313,7 @@ func TestC20_AbortedStreamLeavesTheCount(t *testing.T) {
 
 // The client's machine vanishes with data on the way to it: the connection is stalled, blocks the drain, and is listed.
 func TestC21_DeadPeerIsStalled(t *testing.T) {
+	t.Parallel()
 	n := newLAN(t)
 	addr := n.v4(8080)
 	r := n.run("web", with(wideBudget, "--on-new", "refuse"), goServer(t, addr)...)

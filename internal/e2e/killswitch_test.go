@@ -49,6 +49,7 @@ func (h *host) nothingLeft(when string) {
 // The kill switch opens a closed admission in whatever state its owner is, dead or alive, and nothing claims a zero
 // meanwhile; lifted, the rule is back.
 func TestG2_OpenAllFromEveryState(t *testing.T) {
+	t.Parallel()
 	h := newHost(t)
 	const addr = "127.0.0.1:8080"
 	argv := goServer(t, addr)

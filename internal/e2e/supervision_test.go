@@ -50,6 +50,7 @@ func TestExitCodesOfTheContract(t *testing.T) {
 		{"own failure", []string{"--api", "/nonexistent/dir/x.sock", "--", "sleep", "60"}, 125, "/nonexistent/dir"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			h := h.as(t)
 			_, stderr, code := h.ebb(append([]string{"run", "--name", "codes"}, c.args...)...)
 			if code != c.code || !strings.Contains(stderr, c.say) {
 				t.Errorf("got exit code %d, want %d with %q on stderr:\n%s", code, c.code, c.say, stderr)
@@ -62,7 +63,7 @@ func TestExitCodesOfTheContract(t *testing.T) {
 	// Whatever went wrong, nothing is left.
 	eventually(t, "no process of a failed start is left", func() bool {
 		out, _ := exec.Command("pgrep", "-f", "^sleep 60$").Output()
-		for _, pid := range strings.Fields(string(out)) {
+		for pid := range strings.FieldsSeq(string(out)) {
 			if env, err := os.ReadFile("/proc/" + pid + "/environ"); err == nil && strings.Contains(string(env), "EBB_RUN_DIR="+h.runDir) {
 				return false
 			}
@@ -77,6 +78,7 @@ func TestR9_ExitOnOutcome(t *testing.T) {
 	h := newHost(t)
 	flags := []string{"--exit-on-outcome", "--grace", "3s", "--flush-timeout", "1s", "--reserve", "1s", "--quiet-period", "200ms", "--on-new", "refuse"}
 	t.Run("expired", func(t *testing.T) {
+		h := h.as(t)
 		r := h.run("expired", flags, app(t, "listen=127.0.0.1:8001")...)
 		h.stuck("127.0.0.1:8001")
 		r.signal(unix.SIGTERM)
@@ -85,14 +87,16 @@ func TestR9_ExitOnOutcome(t *testing.T) {
 		}
 	})
 	t.Run("drained", func(t *testing.T) {
-		r := h.run("drained", flags, app(t, "listen=127.0.0.1:8002", "code=9")...)
+		h := h.as(t)
+		r := h.run("drained", append(slices.Clone(flags), "--grace", "60s"), app(t, "listen=127.0.0.1:8002", "code=9")...)
 		r.signal(unix.SIGTERM)
 		if code := r.wait(); code != 0 {
 			t.Errorf("got exit code %d, want 0", code)
 		}
 	})
 	t.Run("lost", func(t *testing.T) {
-		r := h.run("lost", append(slices.Clone(flags), "--grace", "30s"), app(t, "listen=127.0.0.1:8003")...)
+		h := h.as(t)
+		r := h.run("lost", append(slices.Clone(flags), "--grace", "60s"), app(t, "listen=127.0.0.1:8003")...)
 		h.stuck("127.0.0.1:8003")
 		r.signal(unix.SIGTERM)
 		r.phase(drain.PhaseWait)
@@ -110,7 +114,8 @@ func TestR9_ADrainIsNoErrorAndACrashIsOne(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
 	t.Run("drain", func(t *testing.T) {
-		r := h.run("clean", shortBudget("--on-new", "refuse"), app(t, "listen=127.0.0.1:8001")...)
+		h := h.as(t)
+		r := h.run("clean", roomy("--on-new", "refuse"), app(t, "listen=127.0.0.1:8001")...)
 		c := h.stuck("127.0.0.1:8001")
 		r.signal(unix.SIGTERM)
 		r.phase(drain.PhaseWait)
@@ -122,12 +127,13 @@ func TestR9_ADrainIsNoErrorAndACrashIsOne(t *testing.T) {
 		if d.Outcome != drain.OutcomeDrained || d.FlushReason != drain.FlushZero || len(d.Survivors) > 0 || len(d.Warnings) > 0 || d.Cut != nil {
 			t.Errorf("got %+v, want drained at zero and nothing to say about it", d)
 		}
-		if s := r.stderr(); s != "" {
-			t.Errorf("a clean drain wrote to the log:\n%s", s)
+		if lines := r.complaints(); len(lines) > 0 {
+			t.Errorf("a clean drain wrote to the log:\n%s", strings.Join(lines, "\n"))
 		}
 	})
 	t.Run("crash while serving", func(t *testing.T) {
-		r := h.run("crash", shortBudget(), app(t, "listen=127.0.0.1:8002")...)
+		h := h.as(t)
+		r := h.run("crash", roomy(), app(t, "listen=127.0.0.1:8002")...)
 		h.stuck("127.0.0.1:8002")
 		if err := unix.Kill(r.child(), unix.SIGKILL); err != nil {
 			t.Fatal(err)
@@ -144,7 +150,8 @@ func TestR9_ADrainIsNoErrorAndACrashIsOne(t *testing.T) {
 		}
 	})
 	t.Run("crash while draining", func(t *testing.T) {
-		r := h.run("lost", shortBudget("--on-new", "refuse"), app(t, "listen=127.0.0.1:8003")...)
+		h := h.as(t)
+		r := h.run("lost", roomy("--on-new", "refuse"), app(t, "listen=127.0.0.1:8003")...)
 		h.stuck("127.0.0.1:8003")
 		r.signal(unix.SIGTERM)
 		r.phase(drain.PhaseWait)
@@ -183,7 +190,8 @@ func TestR11_AStopDuringTheStartEndsIt(t *testing.T) {
 		{"socket", filepath.Join(h.runDir, "run", "socket.sock")},
 	} {
 		t.Run(step.name, func(t *testing.T) {
-			r := h.start(step.name, shortBudget("--on-new", "refuse"), app(t, "listen=127.0.0.1:8001")...)
+			h := h.as(t)
+			r := h.start(step.name, roomy("--on-new", "refuse"), app(t, "listen=127.0.0.1:8001")...)
 			for !exists(step.path)() {
 				select {
 				case <-r.done:
@@ -209,7 +217,8 @@ func TestR11_AStopDuringTheStartEndsIt(t *testing.T) {
 		})
 	}
 	t.Run("no listener yet", func(t *testing.T) {
-		r := h.start("deaf", shortBudget(), app(t)...)
+		h := h.as(t)
+		r := h.start("deaf", roomy(), app(t)...)
 		r.said("ready")
 		r.signal(unix.SIGTERM)
 		if code := r.wait(); code != 0 {
@@ -223,7 +232,8 @@ func TestR11_AStopDuringTheStartEndsIt(t *testing.T) {
 		}
 	})
 	t.Run("just listening", func(t *testing.T) {
-		r := h.start("fresh", shortBudget("--on-new", "refuse"), app(t, "listen=127.0.0.1:8002")...)
+		h := h.as(t)
+		r := h.start("fresh", roomy("--on-new", "refuse"), app(t, "listen=127.0.0.1:8002")...)
 		r.said("listening 127.0.0.1:8002")
 		r.signal(unix.SIGTERM)
 		r.phase(drain.PhaseSettle)
@@ -235,6 +245,7 @@ func TestR11_AStopDuringTheStartEndsIt(t *testing.T) {
 		}
 	})
 	t.Run("listens while draining", func(t *testing.T) {
+		h := h.as(t)
 		// The stop comes first, the listener after it: it must be closed to new connections as well.
 		r := h.start("late", []string{"--grace", "30s", "--on-new", "refuse", "--quiet-period", "300ms"}, app(t, "listen=127.0.0.1:8003", "usr2=127.0.0.1:8004")...)
 		r.await(agent.EventListener)
@@ -316,6 +327,7 @@ func TestT2_StopSignalsDrainAndOthersAreForwarded(t *testing.T) {
 	h := newHost(t)
 	for _, stop := range []unix.Signal{unix.SIGTERM, unix.SIGINT, unix.SIGQUIT} {
 		t.Run(unix.SignalName(stop), func(t *testing.T) {
+			h := h.as(t)
 			r := h.run("stop", []string{"--grace", "60s", "--on-new", "refuse", "--quiet-period", "300ms", "--flush", "signal:USR1"},
 				app(t, "listen=127.0.0.1:8001", "exit=USR1")...)
 			c := h.stuck("127.0.0.1:8001")
@@ -343,6 +355,7 @@ func TestT2_StopSignalsDrainAndOthersAreForwarded(t *testing.T) {
 		})
 	}
 	t.Run("configured", func(t *testing.T) {
+		h := h.as(t)
 		r := h.run("stop", []string{"--grace", "60s", "--quiet-period", "300ms", "--stop-signal", "USR1"}, app(t, "listen=127.0.0.1:8001", "exit=TERM")...)
 		r.signal(unix.SIGINT)
 		r.said("signal SIGINT")
@@ -373,6 +386,7 @@ func TestT2_AsProcess1OfAPidNamespace(t *testing.T) {
 	h := newHost(t)
 	for _, stop := range []unix.Signal{unix.SIGTERM, unix.SIGQUIT, unix.SIGUSR1, unix.SIGWINCH} {
 		t.Run(unix.SignalName(stop), func(t *testing.T) {
+			h := h.as(t)
 			r := h.startWith(asInit, "init", []string{"--grace", "60s", "--on-new", "refuse", "--quiet-period", "300ms"},
 				app(t, "listen=127.0.0.1:8001")...)
 			r.await(agent.EventListener)
@@ -431,9 +445,10 @@ func TestT2_OrphansAreReaped(t *testing.T) {
 	h := newHost(t)
 	for name, prepare := range map[string]func(*exec.Cmd){"subreaper": nil, "process 1": asInit} {
 		t.Run(name, func(t *testing.T) {
+			h := h.as(t)
 			// Twenty orphans end by themselves; the exec'ed application never waits for anybody.
 			script := `i=0; while [ $i -lt 20 ]; do (sleep 0.2 &) ; i=$((i+1)); done; exec "$@"`
-			r := h.startWith(prepare, "reap", shortBudget(), append([]string{"sh", "-c", script, "sh"}, app(t, "listen=127.0.0.1:8001")...)...)
+			r := h.startWith(prepare, "reap", roomy(), append([]string{"sh", "-c", script, "sh"}, app(t, "listen=127.0.0.1:8001")...)...)
 			r.await(agent.EventListener)
 			eventually(t, "the orphans are gone, CMD alone is left", func() bool {
 				all, _ := children(r.pid())
@@ -459,7 +474,7 @@ func TestT2_StandardInputIsPassedThrough(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer out.Close()
-	r := h.startWith(func(c *exec.Cmd) { c.Stdin = in }, "stdin", shortBudget(), app(t, "listen=127.0.0.1:8001", "read=stdin")...)
+	r := h.startWith(func(c *exec.Cmd) { c.Stdin = in }, "stdin", roomy(), app(t, "listen=127.0.0.1:8001", "read=stdin")...)
 	in.Close()
 	if _, err := io.WriteString(out, "first line\nsecond\n"); err != nil {
 		t.Fatal(err)
@@ -512,7 +527,7 @@ func TestT12_NothingOutlivesTheRun(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
 	setsid := installed(t, "setsid")
-	r := h.run("family", shortBudget(), append([]string{"sh", "-c", setsid + ` sh -c 'trap "" TERM; echo "child $$"; while :; do sleep 0.1; done' & exec "$@"`, "sh"}, app(t, "listen=127.0.0.1:8001")...)...)
+	r := h.run("family", roomy(), append([]string{"sh", "-c", setsid + ` sh -c 'trap "" TERM; echo "child $$"; while :; do sleep 0.1; done' & exec "$@"`, "sh"}, app(t, "listen=127.0.0.1:8001")...)...)
 	child := 0
 	eventually(t, "the child says its pid", func() bool {
 		for _, l := range r.lines() {
@@ -533,7 +548,7 @@ func TestT12_NothingOutlivesTheRun(t *testing.T) {
 func TestT12_ACommandThatIgnoresItsStopIsKilled(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
-	r := h.run("stubborn", []string{"--grace", "4s", "--flush-timeout", "1s", "--reserve", "1s", "--quiet-period", "200ms", "--on-new", "refuse"},
+	r := h.run("stubborn", []string{"--grace", "8s", "--flush-timeout", "1s", "--reserve", "1s", "--quiet-period", "200ms", "--on-new", "refuse"},
 		append([]string{"sh", "-c", `sleep 600 & echo "child $!"; exec "$@"`, "sh"}, app(t, "listen=127.0.0.1:8001", "exit=none")...)...)
 	child := 0
 	for _, l := range r.lines() {
@@ -589,7 +604,8 @@ func TestListenersAreFoundAndChosen(t *testing.T) {
 		}
 	}
 	t.Run("later", func(t *testing.T) {
-		r := h.run("later", shortBudget("--on-new", "refuse"), app(t, "listen=127.0.0.1:8001", "usr2=127.0.0.1:8002")...)
+		h := h.as(t)
+		r := h.run("later", roomy("--on-new", "refuse"), app(t, "listen=127.0.0.1:8001", "usr2=127.0.0.1:8002")...)
 		r.signal(unix.SIGUSR2)
 		r.find("the second listener", func(e drain.Event) bool {
 			return e.Type == agent.EventListener && e.Fields["address"] == "127.0.0.1:8002"
@@ -610,7 +626,8 @@ func TestListenersAreFoundAndChosen(t *testing.T) {
 		}
 	})
 	t.Run("--listen", func(t *testing.T) {
-		r := h.run("only", shortBudget("--listen", "127.0.0.1:8002"), app(t, "listen=127.0.0.1:8001", "listen=127.0.0.1:8002")...)
+		h := h.as(t)
+		r := h.run("only", roomy("--listen", "127.0.0.1:8002"), app(t, "listen=127.0.0.1:8001", "listen=127.0.0.1:8002")...)
 		covered, others := addresses(r)
 		if !slices.Equal(covered, []string{"127.0.0.1:8002"}) || !slices.Equal(others, []string{"127.0.0.1:8001 not named by --listen"}) {
 			t.Errorf("got %q covered and %q not", covered, others)
@@ -622,7 +639,8 @@ func TestListenersAreFoundAndChosen(t *testing.T) {
 		}
 	})
 	t.Run("--exclude-port", func(t *testing.T) {
-		r := h.run("but", shortBudget("--exclude-port", "8001", "--on-new", "refuse"), app(t, "listen=127.0.0.1:8001", "listen=127.0.0.1:8002")...)
+		h := h.as(t)
+		r := h.run("but", roomy("--exclude-port", "8001", "--on-new", "refuse"), app(t, "listen=127.0.0.1:8001", "listen=127.0.0.1:8002")...)
 		covered, others := addresses(r)
 		if !slices.Equal(covered, []string{"127.0.0.1:8002"}) || !slices.Equal(others, []string{"127.0.0.1:8001 excluded by --exclude-port"}) {
 			t.Errorf("got %q covered and %q not", covered, others)
@@ -639,7 +657,8 @@ func TestListenersAreFoundAndChosen(t *testing.T) {
 		}
 	})
 	t.Run("loopback aside", func(t *testing.T) {
-		r := h.run("aside", shortBudget(), app(t, "listen=0.0.0.0:8001", "listen=127.0.0.1:8002")...)
+		h := h.as(t)
+		r := h.run("aside", roomy(), app(t, "listen=0.0.0.0:8001", "listen=127.0.0.1:8002")...)
 		covered, others := addresses(r)
 		if !slices.Equal(covered, []string{"[::]:8001"}) || !slices.Equal(others, []string{"127.0.0.1:8002 loopback, and there are others"}) {
 			t.Errorf("got %q covered and %q not", covered, others)

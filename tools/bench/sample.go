@@ -17,7 +17,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -36,7 +35,6 @@ type server struct {
 	stderr bytes.Buffer
 	signal chan int64 // when the server heard of SIGTERM, in Unix nanoseconds
 	done   chan struct{}
-	once   sync.Once
 }
 
 // startServer starts a server in a space and waits until it listens and, under Ebb, is covered.
