@@ -3,13 +3,16 @@
 package agent
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/ebbproxy/ebb/bpf"
+	"github.com/ebbproxy/ebb/internal/relay"
 )
 
 // HostOptions names what Ebb keeps on a host.
@@ -42,6 +45,13 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 	}
 	for _, e := range entries {
 		name := e.Name()
+		if base, ok := strings.CutSuffix(name, ".relay"); ok && !live[base] {
+			if rerr := endRelay(o.RunDir, base); rerr != nil {
+				err = errors.Join(err, rerr)
+				continue
+			}
+			removed = append(removed, filepath.Join(dir, name))
+		}
 		for _, ext := range []string{".lock", ".journal", ".sock"} {
 			base, ok := strings.CutSuffix(name, ext)
 			if !ok || live[base] {
@@ -62,4 +72,25 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 		}
 	}
 	return removed, alive, err
+}
+
+// endRelay ends a relay that nobody owns as soon as it carries nothing, and removes its socket. The rule that sent
+// connections there is gone.
+func endRelay(runDir, name string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+	defer cancel()
+	p, err := relay.Find(ctx, runDir, name)
+	if errors.Is(err, relay.ErrNone) {
+		return nil // and a socket that nobody answers on was removed
+	}
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(p.Stop(ctx), p.Close()); err != nil {
+		return fmt.Errorf("end relay %s: %w", name, err)
+	}
+	if err := os.Remove(relay.Socket(runDir, name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return nil
 }

@@ -362,6 +362,31 @@ func TestC1_RelayedToAnMPTCPSibling(t *testing.T) {
 	}
 }
 
+// A relay that outlives its owner and its CMD is ended by a clean-up, once it carries nothing: nothing is left behind.
+func TestG2_CleanupEndsALeftRelay(t *testing.T) {
+	n := newLAN(t)
+	peer := newElsewhere(t, n.host, 9000)
+	r := n.run("web", []string{"--service", "web", "--grace", "120s", "--peer", peer.v4}, goServer(t, n.v4(8080))...)
+	pid := r.child()
+	endAfter(t, pid)
+	hold := holdOpen(t, n.client, n.v4(8080))
+	r.must("drain", struct{}{})
+	carried := dialHTTP(t, n.client, n.v4(8080))
+	carried.get(t, "/")
+	r.kill9()
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	carried.get(t, "/")
+	if out := n.must("cleanup"); !strings.Contains(out, "web.relay") {
+		t.Errorf("clean-up: got %q, want the relay's socket in it", out)
+	}
+	carried.get(t, "/") // it goes on
+	carried.Close()
+	hold.Close()
+	n.nothingLeft("after the clean-up")
+}
+
 // dialFrom connects from a namespace.
 func (h *host) dialFrom(ns *netnstest.NS, addr string) net.Conn {
 	h.t.Helper()
