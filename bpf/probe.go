@@ -55,7 +55,8 @@ func Probe(o Options) []Feature {
 		})
 	}
 	fs = append(fs, probeAdmission(h), probeState(h), probeSockops(h), probeNetNSID())
-	return append(fs, probeFiles(h)...)
+	fs = append(fs, probeFiles(h)...)
+	return append(fs, probeEarly(h))
 }
 
 // feature is ok unless err says otherwise.
@@ -180,6 +181,20 @@ func probeSockops(h *Host) Feature {
 	if err != nil && h.links[stateLink] != nil {
 		f.State = FeatureDegraded
 		f.Hint += "; counts rest on the tracepoint alone, which misses about one change in a hundred"
+	}
+	return f
+}
+
+// probeEarly attaches the program for a moment with nothing prepared.
+func probeEarly(h *Host) Feature {
+	e, err := h.OpenEarly()
+	if err == nil {
+		err = e.Close()
+	}
+	f := feature("early admission", "signal_generate: a stop signal closes admission before its handler runs",
+		"`ebb run --early` does not see a stop signal that another process sends to CMD. It needs Linux 5.5 and BTF", err)
+	if err != nil {
+		f.State = FeatureDegraded
 	}
 	return f
 }

@@ -38,8 +38,9 @@ type conn struct {
 	phase phase
 	held  bool // was parked
 	waits bool // is counted as parked: until a dial has succeeded
-	late  bool // half-closed by its peer, so that its client is given HalfClosed
+	late  bool // half-closed by its peer, or retired, so that the other side is given HalfClosed
 	fail  bool // one side has been reset
+	asked bool // the last bytes came from the client: it waits for an answer
 	side  [2]side
 	flow  [2]flow // by the side that sends
 	peer  *peer   // that is dialled or carried to

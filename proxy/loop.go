@@ -121,8 +121,8 @@ func newLoop(r *Relay, index int) (*loop, error) {
 	l.shortDials.expire = l.dials.expire
 	l.peeks.expire = l.start
 	l.turns.expire = func(c *conn) { l.end(c, ResultRefused) }
-	l.idle.expire = func(c *conn) { l.end(c, ResultIdle) }
-	l.halfClosed.expire = l.idle.expire
+	l.idle.expire = l.idled
+	l.halfClosed.expire = func(c *conn) { l.end(c, ResultIdle) }
 	l.parks.expire = func(c *conn) { l.end(c, ResultExpired) }
 	return l, nil
 }

@@ -72,6 +72,11 @@ type Options struct {
 	// IdleTimeout ends a connection that carries no byte either way; default none: how long a connection may be
 	// silent is for client and backend to say, and a drain has a deadline of its own.
 	IdleTimeout time.Duration
+	// RetireAfter ends a connection whose answer has been carried, and on which nothing has come either way for so long,
+	// in the way its client would: the peer reads the end and closes, and the client is told so. It is for protocols of
+	// strict request and response, such as HTTP/1; a request that crosses it meets what it would meet at a server's own
+	// keep-alive timeout. Default none. It takes the place of IdleTimeout.
+	RetireAfter time.Duration
 	// HalfClosed ends a connection whose peer has finished but whose client neither sends nor closes; default 60 s,
 	// Never for no limit. A client that has finished and waits for its answer is not bounded by it.
 	HalfClosed time.Duration
@@ -138,7 +143,7 @@ type Result string
 
 // The results.
 const (
-	ResultDone     Result = "done"     // both sides finished
+	ResultDone     Result = "done"     // both sides finished, or it was retired
 	ResultReset    Result = "reset"    // one side reset it, and the other was told by a reset
 	ResultGone     Result = "gone"     // the client left before it was carried
 	ResultNoPeer   Result = "no_peer"  // no peer could be dialled; reset before any byte was taken
@@ -184,6 +189,7 @@ func (o Options) withDefaults() (Options, error) {
 	}{
 		{"dial timeout", &o.DialTimeout, DefaultDialTimeout, false},
 		{"idle timeout", &o.IdleTimeout, Never, true},
+		{"retire after", &o.RetireAfter, Never, true},
 		{"half-closed", &o.HalfClosed, DefaultHalfClosed, true},
 		{"park for", &o.Park.For, DefaultParkFor, false},
 		{"park every", &o.Park.Every, DefaultPaceEvery, false},
@@ -197,6 +203,9 @@ func (o Options) withDefaults() (Options, error) {
 		if *v.d == 0 {
 			*v.d = v.def
 		}
+	}
+	if o.RetireAfter > 0 && o.IdleTimeout > 0 {
+		refuse("idle timeout %v and retire after %v are both given: they say different things of the same connections", o.IdleTimeout, o.RetireAfter)
 	}
 	if o.Health != nil {
 		h := *o.Health

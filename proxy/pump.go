@@ -30,6 +30,7 @@ func (l *loop) pump(c *conn, s int) {
 	}
 	if carried > 0 {
 		l.carried[s].Add(uint64(carried))
+		c.asked = s == client
 		l.touch(c)
 	}
 	switch next {
@@ -235,8 +236,32 @@ func (l *loop) touch(c *conn) {
 	switch {
 	case c.late:
 		l.halfClosed.push(c, l.now+int64(l.r.o.HalfClosed))
+	case l.r.o.RetireAfter > 0:
+		l.idle.push(c, l.now+int64(l.r.o.RetireAfter))
 	case l.r.o.IdleTimeout > 0:
 		l.idle.push(c, l.now+int64(l.r.o.IdleTimeout))
+	}
+}
+
+// idled is told of a connection that has carried nothing for as long as it may.
+func (l *loop) idled(c *conn) {
+	if l.r.o.RetireAfter <= 0 {
+		l.end(c, ResultIdle)
+		return
+	}
+	to, from := &c.flow[client], &c.flow[server]
+	if c.phase != open || c.asked || to.ended || from.ended || len(to.rest)+len(from.rest) > 0 || to.pipe != nil || from.pipe != nil {
+		l.touch(c) // it waits for an answer, or for room
+		return
+	}
+	// As if the client had finished. Its own end, or a request that crosses this one, is not read any more: when the peer
+	// closes, both sides end.
+	to.ended = true
+	l.finish(c, client)
+	if c.phase == open && l.r.o.HalfClosed > 0 {
+		// A peer that does not close at the end of its client would keep it.
+		c.late = true
+		l.halfClosed.push(c, l.now+int64(l.r.o.HalfClosed))
 	}
 }
 

@@ -3,15 +3,18 @@
 package agent
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/ebbproxy/ebb/bpf"
+	"github.com/ebbproxy/ebb/internal/relay"
 	"github.com/ebbproxy/ebb/probes"
 )
 
@@ -59,6 +62,13 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 	}
 	for _, e := range entries {
 		name := e.Name()
+		if base, ok := strings.CutSuffix(name, ".relay"); ok && !live[base] {
+			if rerr := endRelay(o.RunDir, base); rerr != nil {
+				err = errors.Join(err, rerr)
+				continue
+			}
+			removed = append(removed, filepath.Join(dir, name))
+		}
 		for _, ext := range []string{".lock", ".journal", ".sock"} {
 			base, ok := strings.CutSuffix(name, ext)
 			if !ok || live[base] {
@@ -106,4 +116,25 @@ func lockOfDead(path string) (lock *os.File, dead bool) {
 		return nil, false
 	}
 	return f, true
+}
+
+// endRelay ends a relay that nobody owns as soon as it carries nothing, and removes its socket. The rule that sent
+// connections there is gone.
+func endRelay(runDir, name string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+	defer cancel()
+	p, err := relay.Find(ctx, runDir, name)
+	if errors.Is(err, relay.ErrNone) {
+		return nil // and a socket that nobody answers on was removed
+	}
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(p.Stop(ctx), p.Close()); err != nil {
+		return fmt.Errorf("end relay %s: %w", name, err)
+	}
+	if err := os.Remove(relay.Socket(runDir, name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return nil
 }

@@ -34,6 +34,7 @@ type lateOptions struct {
 	sock                  string           // our own API socket
 	peers                 []netip.AddrPort // --peer
 	health                *proxy.Health    // nil: health checks are like other connections
+	retire                time.Duration    // idle relayed connections are retired after so long; 0: never
 	successor             bool             // CMD is started again when it ends: hold works
 	park                  proxy.ParkOptions
 	ports                 [2]uint16                   // source ports that the rule lets pass
@@ -507,7 +508,8 @@ func (l *late) startRelay(ctx context.Context, sp *space, peers []proxy.Peer, pa
 	defer f.Close()
 	err := sp.in(func() (err error) {
 		p, err = relay.Start(ctx, f, relay.Options{
-			Name: l.o.name, RunDir: l.o.runDir, Until: until, Peers: peers, Parked: parked, Park: l.o.park,
+			RetireAfter: l.o.retire,
+			Name:        l.o.name, RunDir: l.o.runDir, Until: until, Peers: peers, Parked: parked, Park: l.o.park,
 			Health: l.o.health, Log: l.log,
 		})
 		return err

@@ -528,11 +528,18 @@ func (r *runner) backend(gen uint64, proc *process, dp datapath, j *journal, ado
 	return b
 }
 
+// relayRetireAfter is how long a relayed connection must be idle behind its answer to be retired: as for the application's
+// own connections of which little is known.
+const relayRetireAfter = 2500 * time.Millisecond
+
 func (r *runner) lateOptions(dp datapath) lateOptions {
 	o := lateOptions{name: r.o.Name, service: r.o.Service, runDir: r.o.RunDir, sock: r.paths.sock, peers: r.o.Peers, ports: r.ports}
 	o.keep = r.o.RestartOnExit && r.o.Mode == drain.ModeEnforce && dp.guarded()
 	if r.o.Ready != "" {
 		o.ready = func(ctx context.Context) error { return probes.Ready(ctx, r.o.Ready, readyTimeout) }
+	}
+	if r.eff.Policy.Idle == drain.IdleClose {
+		o.retire = relayRetireAfter
 	}
 	if len(r.o.HealthFrom) > 0 || r.o.HealthPath != "" {
 		o.health = &proxy.Health{From: r.o.HealthFrom, Path: r.o.HealthPath}

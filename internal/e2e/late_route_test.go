@@ -108,6 +108,33 @@ func TestC1_SteeredToASibling(t *testing.T) {
 	}
 }
 
+// Clients that came late keep their connections after their answers, as a pool does. The relay retires them as the
+// application's own idle connections are: each sees an orderly end, and the drain does not last to its deadline.
+func TestG5_RelayedPoolLeaves(t *testing.T) {
+	n := newLAN(t)
+	peer := newElsewhere(t, n.host, 9000)
+	r := n.run("web", latePolicy("--peer", peer.v4), goServer(t, n.v4(8080))...)
+	hold := holdOpen(t, n.client, n.v4(8080))
+	r.must("drain", struct{}{})
+	conns := make([]*httpConn, 5)
+	for i := range conns {
+		conns[i] = dialHTTP(t, n.client, n.v4(8080))
+		conns[i].get(t, "/")
+	}
+	hold.Close()
+	for i, c := range conns {
+		if _, err := c.br.ReadByte(); err != io.EOF {
+			t.Errorf("connection %d: got %v, want its end", i, err)
+		}
+	}
+	r.wait()
+	b, late := r.lateOf()
+	chosen(t, b, drain.OnNewRelay)
+	if !b.Drain.Ended.Before(b.Drain.Deadline) || late.Ended != 0 || late.Relayed != 5 {
+		t.Errorf("got %+v, ended %v before its deadline, want 5 relayed to their end and time left", late, b.Drain.Deadline.Sub(*b.Drain.Ended))
+	}
+}
+
 // elsewhere is a server in a namespace of its own, reached from the host over a link.
 type elsewhere struct {
 	v4, v6 string
@@ -333,6 +360,31 @@ func TestC1_RelayedToAnMPTCPSibling(t *testing.T) {
 	if late.Redirected == 0 || late.Failed != 0 || late.Relayed == 0 {
 		t.Errorf("got %+v, want relayed ones and none failed", late)
 	}
+}
+
+// A relay that outlives its owner and its CMD is ended by a clean-up, once it carries nothing: nothing is left behind.
+func TestG2_CleanupEndsALeftRelay(t *testing.T) {
+	n := newLAN(t)
+	peer := newElsewhere(t, n.host, 9000)
+	r := n.run("web", []string{"--service", "web", "--grace", "120s", "--peer", peer.v4}, goServer(t, n.v4(8080))...)
+	pid := r.child()
+	endAfter(t, pid)
+	hold := holdOpen(t, n.client, n.v4(8080))
+	r.must("drain", struct{}{})
+	carried := dialHTTP(t, n.client, n.v4(8080))
+	carried.get(t, "/")
+	r.kill9()
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	carried.get(t, "/")
+	if out := n.must("cleanup"); !strings.Contains(out, "web.relay") {
+		t.Errorf("clean-up: got %q, want the relay's socket in it", out)
+	}
+	carried.get(t, "/") // it goes on
+	carried.Close()
+	hold.Close()
+	n.nothingLeft("after the clean-up")
 }
 
 // dialFrom connects from a namespace.

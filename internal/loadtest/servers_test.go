@@ -123,8 +123,8 @@ func TestRealServers(t *testing.T) {
 				defer cancel()
 				o.OnResult = func(r Result) {
 					if r.Kind == KindSlow {
-						if took := r.End.Sub(r.Start); took < 1250*time.Millisecond {
-							t.Errorf("the slow answer took %s, want at least 1.25 s", took)
+						if took := r.End.Sub(r.Start); took < 1200*time.Millisecond { // a timer of a server may be a little early by our clock
+							t.Errorf("the slow answer took %s, want at least 1.2 s", took)
 						}
 						cancel()
 					}

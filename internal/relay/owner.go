@@ -49,6 +49,7 @@ type Options struct {
 	MaxConnections int           // default proxy.DefaultMaxConnections
 	DialTimeout    time.Duration // default proxy.DefaultDialTimeout
 	IdleTimeout    time.Duration // default none
+	RetireAfter    time.Duration // default none; see proxy.Options
 	Park           proxy.ParkOptions
 	Health         *proxy.Health
 	Parked         bool // begin with Park

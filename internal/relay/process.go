@@ -432,7 +432,7 @@ func (s *server) configure(c *config) error {
 		return err
 	}
 	r, err := proxy.New(proxy.Options{
-		Peers: c.Peers, MaxConnections: c.MaxConnections, DialTimeout: c.DialTimeout, IdleTimeout: c.IdleTimeout,
+		Peers: c.Peers, MaxConnections: c.MaxConnections, DialTimeout: c.DialTimeout, IdleTimeout: c.IdleTimeout, RetireAfter: c.RetireAfter,
 		Park: c.Park, Health: c.Health, Metrics: &s.counts, Log: s.log,
 	})
 	if err != nil {

@@ -187,7 +187,7 @@ const startTimeout = 10 * time.Second
 func (p *Process) configure(ctx context.Context, o Options) error {
 	_, err := p.do(ctx, request{Op: opConfigure, Config: &config{
 		Name: o.Name, Place: p.place, Peers: o.Peers, MaxConnections: o.MaxConnections, DialTimeout: o.DialTimeout,
-		IdleTimeout: o.IdleTimeout, Park: o.Park, Health: o.Health, Parked: o.Parked, Until: o.Until, OrphanFor: o.OrphanFor,
+		IdleTimeout: o.IdleTimeout, RetireAfter: o.RetireAfter, Park: o.Park, Health: o.Health, Parked: o.Parked, Until: o.Until, OrphanFor: o.OrphanFor,
 	}}, -1)
 	return err
 }

@@ -54,6 +54,7 @@ type config struct {
 	MaxConnections int               `json:"max_connections,omitempty"`
 	DialTimeout    time.Duration     `json:"dial_timeout,omitempty"`
 	IdleTimeout    time.Duration     `json:"idle_timeout,omitempty"`
+	RetireAfter    time.Duration     `json:"retire_after,omitempty"`
 	Park           proxy.ParkOptions `json:"park"`
 	Health         *proxy.Health     `json:"health,omitempty"`
 	Parked         bool              `json:"parked,omitempty"`
