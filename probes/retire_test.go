@@ -3,10 +3,14 @@
 package probes
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
+	"os"
+	"path/filepath"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -39,6 +43,8 @@ func TestC10_RequestAtTheInstantOfRetireIsAnswered(t *testing.T) {
 		if err := s.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
 			t.Fatal(err)
 		}
+		// The signal is delivered to one thread after the other: one that still runs would read the end at once.
+		eventually(t, "every thread to stop", func() bool { return stopped(t, s.cmd.Process.Pid) })
 		if err := Retire(t.Context(), v); err != nil {
 			t.Fatal(err)
 		}
@@ -55,6 +61,25 @@ func TestC10_RequestAtTheInstantOfRetireIsAnswered(t *testing.T) {
 		}
 		c.ended(t)
 	})
+}
+
+// stopped tells whether no thread of a process runs any more.
+func stopped(t *testing.T, pid int) bool {
+	t.Helper()
+	stats, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", pid))
+	if err != nil || len(stats) == 0 {
+		t.Fatalf("no threads of %d: %v", pid, err)
+	}
+	for _, path := range stats {
+		b, err := os.ReadFile(path)
+		if err != nil {
+			continue // the thread has ended
+		}
+		if i := bytes.LastIndexByte(b, ')'); i < 0 || len(b) < i+3 || b[i+2] != 'T' {
+			return false
+		}
+	}
+	return true
 }
 
 func TestRetireLeavesABusyConnection(t *testing.T) {
