@@ -17,7 +17,7 @@ a control socket as descriptors 3 and 4; it cannot be used by hand.`,
 		Hidden: true,
 		Args:   exactly(0, "an argument"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return relay.Run(cmd.Context(), env.logger(false))
+			return relay.Run(cmd.Context(), env.logger(env.stderr, false))
 		},
 	}
 }

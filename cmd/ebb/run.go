@@ -5,6 +5,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/netip"
 	"net/url"
@@ -64,7 +65,13 @@ func newRunCmd(env *environment) *cobra.Command {
 			if err != nil {
 				return err
 			}
+			// Whoever reads stderr may be slow, and a drain must not wait for that.
+			out := agent.NewOutput(o.Stderr)
+			o.Progress, o.Log = out, env.logger(out, o.Terminal)
 			code, err := agent.Run(cmd.Context(), o)
+			if cerr := out.Close(); err == nil {
+				err = cerr
+			}
 			if err != nil || code != 0 {
 				return &exitError{code: code, err: err}
 			}
@@ -138,7 +145,7 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 		Name: f.name, Service: f.service, Argv: args, Env: os.Environ(), Stdin: stdin, Stdout: stdout, Stderr: stderr,
 		Ready: f.ready, Mode: drain.Mode(f.mode), Datapath: f.datapath, API: f.api, Metrics: f.metrics, Report: f.report,
 		ExitOnOutcome: f.exitOnOutcome, RestartOnExit: f.restartOnExit, Early: f.early, Attach: f.attach, RunDir: env.runDir(), BPFFS: f.bpffs,
-		Terminal: terminal, Progress: stderr, Log: env.logger(terminal),
+		Terminal: terminal,
 		Policy: drain.Policy{
 			Protocol: drain.Protocol(f.protocol), OnNew: f.onNew.value, OnDeadline: drain.OnDeadline(f.onDeadline),
 			Idle: drain.IdlePolicy(f.idle), Grace: f.grace, FlushTimeout: f.flushTimeout, Reserve: f.reserve,
@@ -169,6 +176,14 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 		}
 		o.Exclude = append(o.Exclude, uint16(p))
 	}
+	for _, v := range []struct {
+		flag string
+		d    time.Duration
+	}{{"grace", f.grace}, {"flush-timeout", f.flushTimeout}, {"reserve", f.reserve}, {"quiet-period", f.quietPeriod}, {"idle-after", f.idleAfter}} {
+		if v.d <= 0 {
+			return o, usagef("--%s %v: want a duration above 0", v.flag, v.d)
+		}
+	}
 	if f.ready != "" {
 		if u, err := url.Parse(f.ready); err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" {
 			return o, usagef("--ready %q: want a URL such as http://127.0.0.1:8081/healthz", f.ready)
@@ -181,6 +196,9 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 		sig, err := agent.ParseSignal(s)
 		if err != nil {
 			return o, usagef("--stop-signal: %w", err)
+		}
+		if sig == syscall.SIGKILL || sig == syscall.SIGSTOP || sig == syscall.SIGCHLD {
+			return o, usagef("--stop-signal %s: nobody can catch KILL and STOP, and CHLD is how CMD's end is heard of", s)
 		}
 		o.StopSignals = append(o.StopSignals, sig)
 	}
@@ -222,12 +240,18 @@ func (f *runFlags) hooks(o *agent.RunOptions) error {
 	if err != nil {
 		return usagef("--notify %q: %w", f.notify, err)
 	}
+	if sig == syscall.SIGKILL || sig == syscall.SIGSTOP {
+		return usagef("--notify %q: CMD cannot wind down at a signal that it cannot catch", f.notify)
+	}
 	o.Notify, o.Policy.NotifyAt = sig, at
 	if sig, at, err = parseHook(f.flush); err != nil {
 		return usagef("--flush %q: %w", f.flush, err)
 	}
 	if at != "" {
 		return usagef("--flush %q: @%s belongs to --notify", f.flush, at)
+	}
+	if sig == syscall.SIGSTOP || sig == syscall.SIGCONT || sig == syscall.SIGCHLD {
+		return usagef("--flush %q: no program ends at it", f.flush)
 	}
 	o.Flush = sig
 	return nil
@@ -261,13 +285,13 @@ func parseHook(s string) (syscall.Signal, drain.NotifyAt, error) {
 }
 
 // logger writes what is wrong to stderr: in words on a terminal, as JSON beside the events elsewhere.
-func (e *environment) logger(terminal bool) *slog.Logger {
+func (e *environment) logger(w io.Writer, terminal bool) *slog.Logger {
 	o := &slog.HandlerOptions{Level: slog.LevelWarn}
 	if e.getenv("EBB_DEBUG") != "" {
 		o.Level = slog.LevelDebug
 	}
 	if terminal {
-		return slog.New(slog.NewTextHandler(e.stderr, o))
+		return slog.New(slog.NewTextHandler(w, o))
 	}
-	return slog.New(slog.NewJSONHandler(e.stderr, o))
+	return slog.New(slog.NewJSONHandler(w, o))
 }

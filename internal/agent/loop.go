@@ -79,9 +79,14 @@ func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal) {
 				r.end(ctx, proc)
 				return
 			}
+			if r.life().b.flushing.Load() {
+				continue // the flush ends when all that CMD has started has ended too, and says so itself
+			}
 			r.life().machine.Exited(r.ended(proc))
 		case <-over:
-			if r.life().machine.Status().Outcome == drain.OutcomeCancelled {
+			if s := r.life().machine.Status(); s.State != drain.StateDone && s.State != drain.StateLost {
+				// Taken back, and perhaps another one has begun since: stop signals count anew.
+				r.takenBack()
 				over = r.life().machine.Done()
 				continue
 			}
@@ -95,6 +100,13 @@ func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal) {
 			return
 		}
 	}
+}
+
+// takenBack forgets the stop signals that began a drain which was taken back.
+func (r *runner) takenBack() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.stopping = 0
 }
 
 // findEvery is how often a command that does not listen yet is looked at where the kernel does not tell.
@@ -163,6 +175,9 @@ func (r *runner) reapRest(ctx context.Context, proc *process) {
 	}
 }
 
+// sameStop is how close two stop signals are taken for one. A person who means it twice is slower.
+const sameStop = 100 * time.Millisecond
+
 // signal answers one signal: a stop begins the drain, is reported, or forces the end; any other one is CMD's.
 func (r *runner) signal(ctx context.Context, sig syscall.Signal, proc *process) {
 	if !slices.Contains(r.o.StopSignals, sig) {
@@ -170,6 +185,12 @@ func (r *runner) signal(ctx context.Context, sig syscall.Signal, proc *process) 
 		return
 	}
 	r.mu.Lock()
+	last := r.stoppedAt
+	r.stoppedAt = time.Now()
+	if r.o.Mode == drain.ModeEnforce && r.stoppedAt.Sub(last) < sameStop {
+		r.mu.Unlock()
+		return // one stop that was sent to us and to our group, as timeout(1) does
+	}
 	r.stopping++
 	n := r.stopping
 	r.mu.Unlock()
@@ -189,6 +210,10 @@ func (r *runner) signal(ctx context.Context, sig syscall.Signal, proc *process) 
 		r.begin(ctx, sig)
 	case 2:
 		s := r.life().machine.Status()
+		if s.ID == "" {
+			r.emit(drain.Event{Type: EventSignal, Message: "the drain is beginning; once more ends it by force"})
+			return
+		}
 		r.log.Warn("already draining; a third stop signal ends it by force", "in_flight", describe(s), "deadline", s.Deadline.Format(time.RFC3339))
 		r.emit(drain.Event{Type: EventSignal, Drain: s.ID, Message: "already draining: " + describe(s) + " left, until " + s.Deadline.Format(time.TimeOnly) + "; once more ends it by force"})
 	default:

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -127,6 +128,7 @@ type runner struct {
 	current atomic.Pointer[incarnation]
 	eff     drain.Effective
 	lock    *os.File
+	bound   []net.Listener // the API, and the address of probes and metrics
 	paths   paths
 	ports   [2]uint16 // source ports from which our relay reaches CMD past the rule; zero: it never does
 
@@ -135,11 +137,12 @@ type runner struct {
 	startsSoon int            // how many in a row ended soon
 	wg         sync.WaitGroup // every goroutine that uses the datapath
 
-	mu       sync.Mutex
-	stopping int  // stop signals received
-	forced   bool // the third one came
-	drains   []api.Drain
-	had      api.Backend // listeners and what is not covered, when the last drain began
+	mu        sync.Mutex
+	stoppedAt time.Time // when the last one came
+	stopping  int       // stop signals received
+	forced    bool      // the third one came
+	drains    []api.Drain
+	had       api.Backend // listeners and what is not covered, when the last drain began
 }
 
 type paths struct{ dir, sock, journal string }
@@ -338,6 +341,17 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	if !adopted && r.stopBefore(sigs) { // the start is abandoned: nothing runs yet
 		return 0, nil
 	}
+	// What cannot be served must be known before CMD runs, since CMD would have to be killed for it.
+	if err := r.bind(ctx); err != nil {
+		return ExitFailure, err
+	}
+	defer func() { err = errors.Join(err, r.unbind()) }()
+	if adopted && past.openDrain == nil {
+		// A refusal whose drain is in no journal is nobody's any more.
+		if err := dp.admit(); err != nil {
+			return ExitFailure, err
+		}
+	}
 	if proc == nil && r.o.Attach > 0 {
 		if proc, err = r.attach(); err != nil {
 			return ExitFailure, err
@@ -356,7 +370,7 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 		}
 	}
 	if _, err = r.incarnate(ctx, inc.gen, proc, dp, j, past, adopted); err != nil {
-		return ExitFailure, errors.Join(err, proc.killAll(), proc.close())
+		return ExitFailure, errors.Join(err, abandon(proc, adopted), proc.close())
 	}
 	defer func() { err = errors.Join(err, r.life().proc.close()) }()
 	defer func() {
@@ -372,10 +386,11 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	if r.o.Attach > 0 {
 		verb = "attached to"
 	}
+	argv := r.o.Argv
 	if adopted {
-		verb = "adopted"
+		verb, argv = "adopted", past.lastRun.Argv
 	}
-	r.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("%s %s as process %d; %s", verb, strings.Join(r.o.Argv, " "), proc.pid, r.eff), Fields: map[string]any{"pid": proc.pid, "argv": r.o.Argv}})
+	r.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("%s %s as process %d; %s", verb, strings.Join(argv, " "), proc.pid, r.eff), Fields: map[string]any{"pid": proc.pid, "argv": argv}})
 	for _, why := range dp.warnings() {
 		r.degraded(why)
 	}

@@ -33,10 +33,6 @@ func (r *runner) serve(ctx context.Context) (closeAPI func(), err error) {
 	if err != nil {
 		return nil, err
 	}
-	ln, err := api.Listen(r.paths.sock)
-	if err != nil {
-		return nil, err
-	}
 	ctx, cancel := context.WithCancel(ctx)
 	var served sync.WaitGroup
 	start := func(f func(context.Context, net.Listener) error, ln net.Listener) {
@@ -46,18 +42,9 @@ func (r *runner) serve(ctx context.Context) (closeAPI func(), err error) {
 			}
 		})
 	}
-	start(srv.Serve, ln)
-	if r.o.Metrics != "" {
-		// Plain TCP: an MPTCP socket would fit no socket map, and nobody asks for one here.
-		var lc net.ListenConfig
-		lc.SetMultipathTCP(false)
-		mln, err := lc.Listen(ctx, "tcp", r.o.Metrics)
-		if err != nil {
-			cancel()
-			served.Wait()
-			return nil, fmt.Errorf("listen for metrics: %w", err)
-		}
-		start(srv.ServeProbes, mln)
+	start(srv.Serve, r.bound[0])
+	for _, ln := range r.bound[1:] {
+		start(srv.ServeProbes, ln)
 	}
 	return func() {
 		// The log is closed first, so that followers read the last events and leave.
@@ -67,6 +54,38 @@ func (r *runner) serve(ctx context.Context) (closeAPI func(), err error) {
 		cancel()
 		served.Wait()
 	}, nil
+}
+
+// bind opens the API socket and, if asked for, the TCP address of probes and metrics.
+func (r *runner) bind(ctx context.Context) error {
+	ln, err := api.Listen(r.paths.sock)
+	if err != nil {
+		return err
+	}
+	r.bound = []net.Listener{ln}
+	if r.o.Metrics == "" {
+		return nil
+	}
+	// Plain TCP: an MPTCP socket would fit no socket map, and nobody asks for one here.
+	var lc net.ListenConfig
+	lc.SetMultipathTCP(false)
+	if ln, err = lc.Listen(ctx, "tcp", r.o.Metrics); err != nil {
+		return errors.Join(fmt.Errorf("listen for metrics: %w", err), r.unbind())
+	}
+	r.bound = append(r.bound, ln)
+	return nil
+}
+
+// unbind closes what bind has opened, unless it was served and is closed already.
+func (r *runner) unbind() error {
+	var errs []error
+	for _, ln := range r.bound {
+		if err := ln.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
+			errs = append(errs, err)
+		}
+	}
+	r.bound = nil
+	return errors.Join(errs...)
 }
 
 // audited publishes one event for each action that somebody asked for, refused ones too.

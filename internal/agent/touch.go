@@ -105,6 +105,8 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 		b.hold(ctx)
 	}
 	b.flushed.Store(true)
+	b.flushing.Store(true)
+	defer b.flushing.Store(false)
 	if !b.told.Load() {
 		if err := b.proc.signal(b.flush); err != nil {
 			return err
@@ -118,12 +120,38 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 		select {
 		case <-b.proc.exited():
 			b.release(ctx, nil, &finishing)
-			return nil
+			return b.endRest(ctx)
 		case <-tick.C:
 			// What CMD has closed by itself is finished at once: its client waits for the FIN that our descriptor
 			// holds back.
 			b.release(ctx, b.stillOwned(ctx), &finishing)
 		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// endRest asks what CMD has left behind to end, as when CMD is a shell that waits for its server, and waits for it: the
+// flush is theirs too.
+func (b *backend) endRest(ctx context.Context) error {
+	asked := false // once: what they start in order to end must be let do its work
+	for {
+		rest := slices.DeleteFunc(b.proc.descendants(), func(pid int) bool { return pid == b.proc.pid })
+		if len(rest) == 0 {
+			return nil
+		}
+		for _, pid := range rest {
+			if asked {
+				break
+			}
+			b.log.Info("CMD has ended; what it has started is asked to", "pid", pid)
+			if err := unix.Kill(pid, unix.SIGTERM); err != nil && !errors.Is(err, unix.ESRCH) {
+				b.log.Warn("end descendant", "pid", pid, "err", err)
+			}
+		}
+		asked = true
+		if !wait(ctx, 20*time.Millisecond) {
+			b.emit(drain.Event{Type: drain.EventWarning, Message: fmt.Sprintf("%d processes that CMD has started have not ended in time and are killed", len(rest))})
 			return context.Cause(ctx)
 		}
 	}
@@ -350,10 +378,8 @@ func mptcpPairs(ctx context.Context, d *probes.Diag, covered map[uint64]listener
 
 // Kill implements drain.World: the last resort.
 func (b *backend) Kill(ctx context.Context) error {
-	select {
-	case <-b.proc.exited():
+	if len(b.proc.descendants()) == 0 {
 		return nil
-	default:
 	}
 	b.log.Error("CMD has not ended in time and is killed", "pid", b.proc.pid)
 	if err := b.proc.killAll(); err != nil {

@@ -37,9 +37,10 @@ type backend struct {
 	metrics       *metrics.Metrics
 	late          *late
 
-	ready   atomic.Bool
-	told    atomic.Bool // CMD was sent its stop signal by somebody else
-	flushed atomic.Bool // the flush signal has been sent: an exit from now on was asked for
+	ready    atomic.Bool
+	told     atomic.Bool // CMD was sent its stop signal by somebody else
+	flushing atomic.Bool // the flush is being delivered or waited for
+	flushed  atomic.Bool // the flush signal has been sent: an exit from now on was asked for
 
 	mu       sync.Mutex
 	covered  map[uint64]listener // by cookie; stays until the last connection of a closed listener is gone
