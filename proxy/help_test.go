@@ -156,6 +156,9 @@ func start(t testing.TB, o Options) *Relay {
 	if o.Log == nil && testing.Verbose() {
 		o.Log = slog.New(slog.NewTextHandler(logWriter{t}, nil))
 	}
+	if o.Loops == 0 {
+		o.Loops = 2 // whatever the machine has
+	}
 	if o.Probe.Interval == 0 {
 		o.Probe.Interval = Never // a probe is a connection that tests would have to expect
 	}

@@ -64,7 +64,7 @@ type Options struct {
 	// MaxPipes bounds the pipes that are in use at the same time, each of up to 1 MiB; default 256, at most an eighth
 	// of the limit of descriptors. Without a pipe bytes are copied instead of spliced and stay with the sender.
 	MaxPipes int
-	// Loops is the number of event loops; default GOMAXPROCS, at most 4.
+	// Loops is the number of event loops; default half of GOMAXPROCS, at least 1 and at most 4.
 	Loops int
 
 	// DialTimeout bounds one dial of one peer; default 1 s, which is one lost SYN.

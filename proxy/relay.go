@@ -18,10 +18,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxLoops is where more loops stop to help: what they share is the machine.
 const maxLoops = 4
 
-func defaultLoops() int { return min(runtime.GOMAXPROCS(0), maxLoops) }
+// defaultLoops leaves half of the machine to whom the relay serves. Loops that compete with client and server for
+// processors cost more than they bring: on two processors 16 bulk flows took a quarter more CPU time per GB with two
+// loops than with one.
+func defaultLoops() int { return max(1, min(runtime.GOMAXPROCS(0)/2, maxLoops)) }
 
 // reservedFDs are left to the rest of the process when the number of connections is bounded by its limit.
 const reservedFDs = 64

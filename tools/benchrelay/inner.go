@@ -143,8 +143,7 @@ func (b *bench) start(addr string, name string, args ...string) (*exec.Cmd, erro
 			c.Close()
 			return cmd, nil
 		}
-		timer := time.NewTimer(10 * time.Millisecond)
-		<-timer.C
+		pause()
 	}
 	return nil, fmt.Errorf("%s does not listen on %s: %s", name, addr, out.String())
 }
@@ -242,8 +241,26 @@ func (b *bench) fresh(c *contender) error {
 		end(c.cmd)
 	}
 	var err error
-	c.cmd, err = b.start(c.addr, c.path, c.args...)
-	return err
+	if c.cmd, err = b.start(c.addr, c.path, c.args...); err != nil {
+		return err
+	}
+	want := 1
+	if c.Name == "nginx" {
+		want = 3 // it listens before it starts its two workers
+	}
+	for range 1000 {
+		if c.pids, err = family(c.cmd.Process.Pid); err != nil || len(c.pids) >= want {
+			return err
+		}
+		pause()
+	}
+	return fmt.Errorf("%s has %d processes, want %d", c.Name, len(c.pids), want)
+}
+
+// pause is the time between two looks at what another process does.
+func pause() {
+	timer := time.NewTimer(10 * time.Millisecond)
+	<-timer.C
 }
 
 // end ends a process. An error is how some say that they were told to.
@@ -379,10 +396,6 @@ func (b *bench) take(c *contender, kind string) (s sample, err error) {
 		return nil
 	}
 	if err := step("ready"); err != nil {
-		return s, err
-	}
-	// Now, since nginx listens before it starts its workers.
-	if c.pids, err = family(c.cmd.Process.Pid); err != nil {
 		return s, err
 	}
 	memory, fds, err := c.size()
