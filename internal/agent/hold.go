@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"runtime"
@@ -241,9 +242,7 @@ func (k *keep) look(ctx context.Context, seen map[uint64]time.Time) (lost bool, 
 	now := time.Now()
 	k.mu.Lock()
 	guards := make(map[uint64]*guard, len(k.guards))
-	for c, g := range k.guards {
-		guards[c] = g
-	}
+	maps.Copy(guards, k.guards)
 	k.mu.Unlock()
 	due := false
 	for _, c := range k.l.b.listening() {
