@@ -385,7 +385,7 @@ func TestC48_RedirectionThatIsLate(t *testing.T) {
 		w.redirectTakes = 2 * time.Second
 		w.lates = LateCounts{Arrived: 1, Carried: 1, Known: true}
 		b := runLate(t, w)
-		go b.begin(Request{Policy: late(OnNewRelay)})
+		go b.Begin(t.Context(), Request{Cause: CauseSignal, Policy: late(OnNewRelay)})
 		after(time.Second)
 		b.Exited(nil)
 		after(500 * time.Millisecond)
@@ -403,7 +403,7 @@ func TestC48_RedirectionThatIsLate(t *testing.T) {
 		w := newLateWorld(OnNewRelay)
 		w.redirectTakes, w.redirectErr = 2*time.Second, errors.New("no listener")
 		b := runLate(t, w)
-		go b.begin(Request{Policy: late(OnNewRelay)})
+		go b.Begin(t.Context(), Request{Cause: CauseSignal, Policy: late(OnNewRelay)})
 		after(time.Second)
 		b.Exited(nil)
 		if st := b.outcome(OutcomeDrained); st.Ended.Sub(st.Begun) > 3*time.Second {
@@ -562,7 +562,7 @@ func TestR7_RuleOfARedirectionFollowsTheDeadline(t *testing.T) {
 		w.counts = Counts{Known: true, Active: 1, Accepted: 1}
 		w.redirectTakes, w.redirectErr = 2*time.Second, errors.New("no listener")
 		b := runLate(t, w)
-		go b.begin(Request{Policy: with(func(p *Policy) { p.OnNew = OnNewAuto; p.QuietPeriod = 4 * time.Second })})
+		go b.Begin(t.Context(), Request{Cause: CauseSignal, Policy: with(func(p *Policy) { p.OnNew = OnNewAuto; p.QuietPeriod = 4 * time.Second })})
 		after(time.Second)
 		if _, err := b.Extend(t.Context(), 0, 20*time.Second, time.Time{}, "root"); err != nil {
 			t.Fatal(err)
