@@ -184,7 +184,9 @@ func (h *host) startWith(prepare func(*exec.Cmd), name string, flags []string, a
 	h.t.Cleanup(func() {
 		r.cmd.Cmd.Process.Kill()
 		<-r.done
-		r.endOrphan(argv[0])
+		if len(argv) > 0 { // else it was attached to what the test has started itself
+			r.endOrphan(argv[0])
+		}
 		if h.t.Failed() {
 			r.dump()
 		}
