@@ -180,7 +180,7 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 		flag string
 		d    time.Duration
 	}{{"grace", f.grace}, {"flush-timeout", f.flushTimeout}, {"reserve", f.reserve}, {"quiet-period", f.quietPeriod}, {"idle-after", f.idleAfter}} {
-		if v.d <= 0 {
+		if v.d == 0 { // which would mean the default to what comes after
 			return o, usagef("--%s %v: want a duration above 0", v.flag, v.d)
 		}
 	}

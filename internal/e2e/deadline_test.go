@@ -338,6 +338,7 @@ func TestC31_ContradictionsAreRefusedWithTheSums(t *testing.T) {
 		{[]string{"--grace", "10s", "--admit-for", "3s"}, []string{"admit_for 3s does not fit into wait 2s"}},
 		{[]string{"--close-spread", "4s"}, []string{"close_spread 4s is longer than reserve 3s"}},
 		{[]string{"--grace", "-1s"}, []string{"grace -1s is negative"}},
+		{[]string{"--reserve", "0s"}, []string{"--reserve 0s: want a duration above 0"}},
 		{[]string{"--grace", "5s", "--close-spread", "4s", "--idle", "never"}, []string{"leaves -3s", "close_spread 4s", `idle "never" is unknown: use one of ignore, wait, close`}},
 		{[]string{"--protocol", "h2"}, []string{`protocol "h2" is unknown: use one of opaque, http1`}},
 		{[]string{"--on-deadline", "kill"}, []string{`"kill"`, "cut, reset, leave"}},
