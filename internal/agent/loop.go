@@ -175,7 +175,7 @@ func (r *runner) reapRest(ctx context.Context, proc *process) {
 	}
 }
 
-// sameStop is how close two stop signals are taken for one. A person who means it twice is slower.
+// sameStop is how close behind the first stop signal a second one is taken for the same.
 const sameStop = 100 * time.Millisecond
 
 // signal answers one signal: a stop begins the drain, is reported, or forces the end; any other one is CMD's.
@@ -187,7 +187,7 @@ func (r *runner) signal(ctx context.Context, sig syscall.Signal, proc *process) 
 	r.mu.Lock()
 	last := r.stoppedAt
 	r.stoppedAt = time.Now()
-	if r.o.Mode == drain.ModeEnforce && r.stoppedAt.Sub(last) < sameStop {
+	if r.o.Mode == drain.ModeEnforce && r.stopping == 1 && r.stoppedAt.Sub(last) < sameStop {
 		r.mu.Unlock()
 		return // one stop that was sent to us and to our group, as timeout(1) does
 	}
