@@ -4,7 +4,10 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"sync"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/ebbproxy/ebb/drain"
 )
@@ -40,7 +43,7 @@ func (r *runner) incarnate(ctx context.Context, gen uint64, proc *process, dp da
 	case !adopted:
 		inc.b.late.keep.inherit(ctx)
 	}
-	if err := dp.watch(ctx, proc.pid); err != nil && ctx.Err() == nil {
+	if err := dp.watch(ctx, proc.pid); err != nil && ctx.Err() == nil && !errors.Is(err, unix.ESRCH) { // ESRCH: it has ended at once
 		r.degraded("the listeners of CMD cannot be followed: " + err.Error())
 	}
 	if adopted {
