@@ -145,8 +145,7 @@ func (r *runner) draining() bool {
 
 // reapRest ends what CMD left behind: first asked, then made to.
 func (r *runner) reapRest(ctx context.Context, proc *process) {
-	rest := proc.descendants()
-	rest = slices.DeleteFunc(rest, func(pid int) bool { return pid == proc.pid })
+	rest := proc.rest()
 	if len(rest) == 0 {
 		return
 	}
@@ -155,20 +154,10 @@ func (r *runner) reapRest(ctx context.Context, proc *process) {
 	} else {
 		r.log.Warn("CMD has ended by itself while processes that it started live, and these are ended too; a server must stay in the foreground, as nginx does with -g 'daemon off;'", "pids", rest)
 	}
-	for _, pid := range rest {
-		if err := unix.Kill(pid, unix.SIGTERM); err != nil && !errors.Is(err, unix.ESRCH) {
-			r.log.Warn("end descendant", "pid", pid, "err", err)
-		}
-	}
-	until := time.Now().Add(r.eff.Policy.Reserve)
-	for time.Now().Before(until) && ctx.Err() == nil {
-		if proc.child {
-			proc.reap()
-		}
-		if len(slices.DeleteFunc(proc.descendants(), func(pid int) bool { return pid == proc.pid })) == 0 {
-			return
-		}
-		wait(ctx, 20*time.Millisecond)
+	ctx, cancel := context.WithTimeout(ctx, r.eff.Policy.Reserve)
+	defer cancel()
+	if err := proc.endRest(ctx); err == nil {
+		return
 	}
 	if err := proc.killAll(); err != nil {
 		r.log.Warn("kill descendants", "err", err)

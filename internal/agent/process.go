@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -135,6 +136,26 @@ func (p *process) descendants() []int {
 		}
 	}
 	return pids
+}
+
+// rest lists what CMD's main process has left behind.
+func (p *process) rest() []int {
+	return slices.DeleteFunc(p.descendants(), func(pid int) bool { return pid == p.pid })
+}
+
+// endRest asks what is left behind to end, once, since what that starts in order to end must be let do its work, and waits
+// until nothing is left or ctx is over, whose cause it returns then.
+func (p *process) endRest(ctx context.Context) error {
+	for _, pid := range p.rest() {
+		// One that cannot be asked is killed when the time is up, as one that does not listen is.
+		_ = unix.Kill(pid, unix.SIGTERM)
+	}
+	for len(p.rest()) > 0 {
+		if !wait(ctx, 20*time.Millisecond) {
+			return context.Cause(ctx)
+		}
+	}
+	return nil
 }
 
 // startProcess starts argv in its own process group with our standard streams, and makes the

@@ -134,27 +134,16 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 // endRest asks what CMD has left behind to end, as when CMD is a shell that waits for its server, and waits for it: the
 // flush is theirs too.
 func (b *backend) endRest(ctx context.Context) error {
-	asked := false // once: what they start in order to end must be let do its work
-	for {
-		rest := slices.DeleteFunc(b.proc.descendants(), func(pid int) bool { return pid == b.proc.pid })
-		if len(rest) == 0 {
-			return nil
-		}
-		for _, pid := range rest {
-			if asked {
-				break
-			}
-			b.log.Info("CMD has ended; what it has started is asked to", "pid", pid)
-			if err := unix.Kill(pid, unix.SIGTERM); err != nil && !errors.Is(err, unix.ESRCH) {
-				b.log.Warn("end descendant", "pid", pid, "err", err)
-			}
-		}
-		asked = true
-		if !wait(ctx, 20*time.Millisecond) {
-			b.emit(drain.Event{Type: drain.EventWarning, Message: fmt.Sprintf("%d processes that CMD has started have not ended in time and are killed", len(rest))})
-			return context.Cause(ctx)
-		}
+	rest := b.proc.rest()
+	if len(rest) == 0 {
+		return nil
 	}
+	b.log.Info("CMD has ended; its descendants are asked to", "pids", rest)
+	err := b.proc.endRest(ctx)
+	if err != nil {
+		b.emit(drain.Event{Type: drain.EventWarning, Message: fmt.Sprintf("%d processes that CMD has started have not ended in time and are killed", len(b.proc.rest()))})
+	}
+	return err
 }
 
 // hold takes a descriptor of every connection that is left.
