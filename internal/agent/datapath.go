@@ -47,8 +47,8 @@ type datapath interface {
 	guarded() bool
 	// warnings are degradations a user should know of.
 	warnings() []string
-	// watch takes the listeners that the process and its descendants open from now on, and adopts those it has.
-	watch(ctx context.Context, pid int) error
+	// watch takes the listeners that the application opens from now on, and adopts those it has.
+	watch(ctx context.Context, p *process) error
 	// renew makes what is watched from now on another generation's.
 	renew(gen uint64) error
 	// hints delivers until the datapath is closed. A hint may be dropped when nobody listens; levels never are.

@@ -33,8 +33,8 @@ type kernelDatapath struct {
 	wg     sync.WaitGroup
 
 	mu   sync.Mutex
-	root int
-	// watched is root as the kernel numbers it.
+	proc *process // nil until watch
+	// watched is its main process as the kernel numbers it.
 	watched uint32
 	sps     []*space
 	taken   map[netip.AddrPort]error // addresses whose rule another backend has
@@ -199,7 +199,6 @@ func (k *kernelDatapath) addSpace(fd int, own bool) error {
 // moved into one of its own.
 func (k *kernelDatapath) space(id uint64) (*space, error) {
 	k.mu.Lock()
-	root := k.root
 	for _, sp := range k.sps {
 		if sp.id == id {
 			k.mu.Unlock()
@@ -207,12 +206,8 @@ func (k *kernelDatapath) space(id uint64) (*space, error) {
 		}
 	}
 	k.mu.Unlock()
-	tree, err := probes.Tree(root)
-	if err != nil {
-		return nil, err
-	}
-	for _, p := range tree {
-		f, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", p.PID))
+	for _, pid := range k.pids() {
+		f, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
 		if err != nil {
 			continue // it has exited, or is another user's
 		}
@@ -329,11 +324,22 @@ func (k *kernelDatapath) spaces() []*space {
 	return append([]*space(nil), k.sps...)
 }
 
-func (k *kernelDatapath) watch(ctx context.Context, pid int) error {
+// pids are the application's processes.
+func (k *kernelDatapath) pids() []int {
 	k.mu.Lock()
-	k.root = pid
+	p := k.proc
 	k.mu.Unlock()
-	tgid, start, err := bpf.TaskID(pid)
+	if p == nil {
+		return nil
+	}
+	return p.descendants()
+}
+
+func (k *kernelDatapath) watch(ctx context.Context, p *process) error {
+	k.mu.Lock()
+	k.proc = p
+	k.mu.Unlock()
+	tgid, start, err := bpf.TaskID(p.pid)
 	if err != nil {
 		return err
 	}
@@ -343,15 +349,15 @@ func (k *kernelDatapath) watch(ctx context.Context, pid int) error {
 	if err := k.host.WatchProcess(tgid, start, k.watchRule()); err != nil {
 		return err
 	}
-	return k.adopt(ctx, pid)
+	return k.adopt(ctx)
 }
 
 // adopt takes in listeners and connections that were there before the watch: inherited sockets, or all of a CMD that
 // an earlier owner started. It repeats until a pass finds nothing new.
-func (k *kernelDatapath) adopt(ctx context.Context, pid int) error {
+func (k *kernelDatapath) adopt(ctx context.Context) error {
 	queues := false
 	for range 8 {
-		ls, conns, err := k.adoptOnce(pid)
+		ls, conns, err := k.adoptOnce()
 		if errors.Is(err, bpf.ErrNotSupported) {
 			k.mu.Lock()
 			k.why = append(k.why, "sockets that were open before the watch cannot be adopted on this kernel")
@@ -371,18 +377,14 @@ func (k *kernelDatapath) adopt(ctx context.Context, pid int) error {
 	}
 	if queues {
 		k.setUnseen("connections may wait in the accept queue of a listener that was open before the watch")
-		k.wg.Go(func() { k.adoptQueues(ctx, pid) })
+		k.wg.Go(func() { k.adoptQueues(ctx) })
 	}
 	return nil
 }
 
-func (k *kernelDatapath) adoptOnce(pid int) (ls, conns int, err error) {
-	tree, err := probes.Tree(pid)
-	if err != nil {
-		return 0, 0, err
-	}
+func (k *kernelDatapath) adoptOnce() (ls, conns int, err error) {
 	w := k.watchRule()
-	return k.host.Adopt(pidsOf(tree), bpf.AdoptTarget{Backend: k.id, Gen: w.Gen, Only: w.Only, Exclude: w.Exclude})
+	return k.host.Adopt(k.pids(), bpf.AdoptTarget{Backend: k.id, Gen: w.Gen, Only: w.Only, Exclude: w.Exclude})
 }
 
 func (k *kernelDatapath) setUnseen(why string) {
@@ -397,16 +399,16 @@ const adoptPause = 50 * time.Millisecond
 
 // adoptQueues adopts what waited in the accept queues of adopted listeners: it has no file, and so cannot be seen, until
 // it is accepted. A queue is first in, first out, so once it was seen empty all of them are in a process's table.
-func (k *kernelDatapath) adoptQueues(ctx context.Context, pid int) {
+func (k *kernelDatapath) adoptQueues(ctx context.Context) {
 	emptied := map[uint64]bool{}
 	for wait(ctx, adoptPause) {
-		waiting, err := k.waiting(pid, emptied)
+		waiting, err := k.waiting(emptied)
 		if err == nil && waiting > 0 {
 			continue
 		}
 		if err == nil && wait(ctx, adoptPause) {
 			var ls, conns int
-			if ls, conns, err = k.adoptOnce(pid); err == nil && ls+conns == 0 {
+			if ls, conns, err = k.adoptOnce(); err == nil && ls+conns == 0 {
 				k.setUnseen("")
 				return
 			}
@@ -419,12 +421,8 @@ func (k *kernelDatapath) adoptQueues(ctx context.Context, pid int) {
 }
 
 // waiting is how many connections wait in the accept queues that were not seen empty yet.
-func (k *kernelDatapath) waiting(pid int, emptied map[uint64]bool) (n int, err error) {
-	tree, err := probes.Tree(pid)
-	if err != nil {
-		return 0, err
-	}
-	for _, p := range pidsOf(tree) {
+func (k *kernelDatapath) waiting(emptied map[uint64]bool) (n int, err error) {
+	for _, p := range k.pids() {
 		files, err := k.host.Files(p)
 		if errors.Is(err, unix.ESRCH) {
 			continue // it has exited

@@ -4,7 +4,6 @@ package agent
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 	"sync"
@@ -44,7 +43,7 @@ type walkDatapath struct {
 	hintc chan hint
 
 	mu   sync.Mutex
-	root int
+	proc *process // nil until watch
 	// seen holds the cookies of the connections of the last walk, so that arrivals between walks are counted. One that
 	// came and went between two walks is not seen: the pause of arrivals that a zero needs is a pause of seen ones.
 	seen  map[uint64]bool
@@ -98,18 +97,18 @@ func (w *walkDatapath) compare(context.Context) ([]drift, bool, bool, error) {
 
 func (w *walkDatapath) correct(drift) (bool, error) { return false, nil }
 
-func (w *walkDatapath) watch(_ context.Context, pid int) error {
+func (w *walkDatapath) watch(_ context.Context, p *process) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.root = pid
+	w.proc = p
 	return nil
 }
 
 func (w *walkDatapath) listeners(ctx context.Context) ([]listener, bool, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	ls, err := treeListeners(w.sp.diag, w.root)
-	if err != nil && !errors.Is(err, probes.ErrGone) {
+	ls, err := listenersOf(w.sp.diag, w.pids())
+	if err != nil {
 		return nil, false, err
 	}
 	live := make(map[uint64]bool, len(ls))
@@ -182,13 +181,9 @@ func (w *walkDatapath) connections(ctx context.Context, sp *space, covered map[u
 	if err != nil {
 		return nil, err
 	}
-	pids, err := w.pids()
-	if err != nil && !errors.Is(err, probes.ErrGone) {
-		return nil, err
-	}
 	// Of a CMD that has ended the kernel may still be delivering the last bytes: sockets that nobody holds.
 	samples := samplesOf(socks)
-	if err := probes.Locate(pids, samples); err != nil {
+	if err := probes.Locate(w.pids(), samples); err != nil {
 		return socks, nil // whose they are cannot be told: too many is safe, too few is not
 	}
 	own := socks[:0]
@@ -200,18 +195,17 @@ func (w *walkDatapath) connections(ctx context.Context, sp *space, covered map[u
 	return own, nil
 }
 
-func (w *walkDatapath) pids() ([]int, error) {
-	tree, err := probes.Tree(w.root)
-	return pidsOf(tree), err
+// pids are the application's processes. The caller holds mu.
+func (w *walkDatapath) pids() []int {
+	if w.proc == nil {
+		return nil
+	}
+	return w.proc.descendants()
 }
 
-// treeListeners finds the TCP and MPTCP listeners of a process tree through /proc and sock_diag.
-func treeListeners(d *probes.Diag, root int) ([]listener, error) {
-	tree, err := probes.Tree(root)
-	if err != nil {
-		return nil, err
-	}
-	found, err := probes.Listeners(d, pidsOf(tree))
+// listenersOf finds the TCP and MPTCP listeners of processes through /proc and sock_diag.
+func listenersOf(d *probes.Diag, pids []int) ([]listener, error) {
+	found, err := probes.Listeners(d, pids)
 	if err != nil {
 		return nil, err
 	}
@@ -220,14 +214,6 @@ func treeListeners(d *probes.Diag, root int) ([]listener, error) {
 		ls = append(ls, listener{cookie: f.Cookie, addr: f.Local, v6only: f.V6Only, mptcp: f.Protocol == "mptcp", pid: f.PID, live: true})
 	}
 	return ls, nil
-}
-
-func pidsOf(tree []probes.Process) []int {
-	pids := make([]int, len(tree))
-	for i, p := range tree {
-		pids[i] = p.PID
-	}
-	return pids
 }
 
 func (w *walkDatapath) samples(ctx context.Context, pids []int, covered map[uint64]listener) ([]probes.Sample, bool, error) {

@@ -54,7 +54,7 @@ func (r *runner) openEarly(dp datapath) (*early, error) {
 	if err != nil {
 		return nil, err
 	}
-	e := &early{k: k, prog: prog, span: r.eff.Policy.Grace + earlyDeadMan, stops: make(chan syscall.Signal, 1)}
+	e := &early{k: k, prog: prog, span: r.set.eff.Policy.Grace + earlyDeadMan, stops: make(chan syscall.Signal, 1)}
 	for _, s := range append([]syscall.Signal{r.o.Flush}, r.o.StopSignals...) {
 		// What we send to tell of a drain is no stop.
 		if s != r.o.Notify && !slices.Contains(e.signals, s) {
@@ -351,7 +351,7 @@ func (r *runner) stoppedElsewhere(ctx context.Context, sig syscall.Signal) {
 	// drain whose application has ended has nothing left to redirect for.
 	ctx, cancel := context.WithTimeout(ctx, stoppedLimit)
 	defer cancel()
-	_, err := inc.machine.Begin(ctx, drain.Request{Gen: inc.gen, Cause: drain.CauseSignal, Policy: r.eff.Policy, By: unix.SignalName(sig) + " to CMD", Told: true, Force: true})
+	_, err := inc.machine.Begin(ctx, drain.Request{Gen: inc.gen, Cause: drain.CauseSignal, Policy: r.set.eff.Policy, By: unix.SignalName(sig) + " to CMD", Told: true, Force: true})
 	if err != nil && ctx.Err() == nil {
 		r.log.Error("begin drain of a CMD that was told to stop", "err", err)
 	}

@@ -9,64 +9,107 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ebbproxy/ebb/bpf"
 	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/probes"
 )
 
-// incarnation is one process of CMD under its own generation, with its drain. It is never changed, only replaced.
+// incarnation is one process of a backend under its own generation, with its drain. It is never changed, only replaced.
 type incarnation struct {
 	gen     uint64
+	set     *settings
 	proc    *process
-	b       *backend
+	b       *backend // nil while there is no process
 	machine *drain.Machine
+	absent  string // why there is none
 
 	cancel context.CancelFunc // ends the goroutines of wg
 	wg     sync.WaitGroup
 }
 
-// life is the present incarnation. Before CMD is started it has a generation only.
-func (r *runner) life() *incarnation { return r.current.Load() }
+// arrival is a process that is to be the present incarnation.
+type arrival struct {
+	gen     uint64
+	set     *settings
+	proc    *process
+	argv    []string
+	dp      datapath
+	journal *journal
+	past    history
+	adopted bool // an earlier owner had it already
+}
 
-// incarnate makes the backend and the drain of a process that has just been started or adopted the present ones.
-func (r *runner) incarnate(ctx context.Context, gen uint64, proc *process, dp datapath, j *journal, past history, adopted bool) (*incarnation, error) {
-	inc := &incarnation{gen: gen, proc: proc}
+// incarnate makes the backend and the drain of a process that has just been started, found or adopted the present ones.
+func (m *member) incarnate(ctx context.Context, a arrival) (*incarnation, error) {
+	inc := &incarnation{gen: a.gen, set: a.set, proc: a.proc}
 	ctx, inc.cancel = context.WithCancel(ctx)
-	inc.wg.Go(func() { proc.watch(ctx) })
-	if !adopted {
-		if err := j.restart(run{Version: journalVersion, Type: "run", Name: r.o.Name, Gen: gen, Backend: r.id, PID: proc.pid, Start: proc.start, BootID: bootID(), Argv: r.o.Argv}); err != nil {
-			r.log.Warn("journal run: a restart could not adopt CMD", "err", err)
+	inc.wg.Go(func() { a.proc.watch(ctx) })
+	if !a.adopted {
+		if err := a.journal.restart(run{Version: journalVersion, Type: "run", Name: m.name, Gen: a.gen, Backend: m.id, PID: a.proc.pid, Start: a.proc.start, BootID: bootID(), Argv: a.argv}); err != nil {
+			m.log.Warn("journal run: a restart could not adopt the process", "err", err)
 		}
 	}
-	inc.b = r.backend(gen, proc, dp, j, adopted)
-	switch before := r.life().b; {
+	inc.b = m.backend(a)
+	switch before := m.life().b; {
 	case before != nil:
 		before.late.handOver(inc.b.late)
-	case !adopted:
+	case !a.adopted:
 		inc.b.late.keep.inherit(ctx)
 	}
-	if err := dp.watch(ctx, proc.pid); err != nil && ctx.Err() == nil && !errors.Is(err, unix.ESRCH) { // ESRCH: it has ended at once
-		r.degraded("the listeners of CMD cannot be followed: " + err.Error())
+	if err := a.dp.watch(ctx, a.proc); err != nil && ctx.Err() == nil && !errors.Is(err, unix.ESRCH) { // ESRCH: it has ended at once
+		m.degraded("its listeners cannot be followed: " + err.Error())
 	}
-	if adopted {
-		inc.b.late.resume(ctx, past.late)
-		if past.openDrain == nil {
+	if a.adopted {
+		inc.b.late.resume(ctx, a.past.late)
+		if a.past.openDrain == nil {
 			inc.b.late.keep.resume()
 		}
 	}
+	o := drain.Options{
+		Backend: m.name, Service: m.service, Gen: a.gen, Mode: a.set.mode, Unguarded: !a.dp.guarded(),
+		World: inc.b, Log: m.log, Boot: bpf.BootNow, Notify: !a.set.notify.IsZero(),
+	}
+	if a.adopted {
+		o.Resume = a.past.openDrain
+	}
 	var err error
-	if inc.machine, err = drain.New(r.machineOptions(gen, inc.b, past, adopted)); err != nil {
+	if inc.machine, err = drain.New(o); err != nil {
 		inc.end()
 		return nil, err
 	}
 	inc.wg.Go(func() {
 		if err := inc.machine.Run(ctx); err != nil && ctx.Err() == nil {
-			r.log.Error("drain machine", "err", err)
+			m.log.Error("drain machine", "err", err)
 		}
 	})
-	r.current.Store(inc)
-	if past.openDrain == nil {
+	m.current.Store(inc)
+	if a.past.openDrain == nil {
 		inc.b.late.keep.begin()
 	}
 	return inc, nil
+}
+
+func (m *member) backend(a arrival) *backend {
+	policy := a.set.eff.Policy
+	b := &backend{
+		name: m.name, service: m.service, cov: a.set.cov,
+		notify: a.set.notify, flush: a.set.flush, proc: a.proc, dp: a.dp, journal: a.journal, cookies: &cookieWatch{},
+		log: m.log.With("backend", m.name, "gen", a.gen), emit: m.emit, boot: bpf.BootNow, metrics: m.metrics,
+		covered: map[uint64]listener{}, why: map[uint64]string{}, mustSee: a.adopted,
+		cls:  probes.NewClassifier(probes.ClassifierOptions{Protocol: string(policy.Protocol), IdleAfter: policy.IdleAfter}),
+		held: map[uint64]*probes.Held{},
+	}
+	b.ready.Store(true)
+	b.late = newLate(b, m.late(a.set, a.dp))
+	return b
+}
+
+func (i *incarnation) draining() bool {
+	if i.machine == nil {
+		return false
+	}
+	s := i.machine.Status()
+	return s.State == drain.StateDraining || s.State == drain.StateFlushing
 }
 
 // end ends what belongs to this incarnation alone. The process is left as it is.

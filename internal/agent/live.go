@@ -40,68 +40,68 @@ func (r *runner) follow(ctx context.Context) {
 }
 
 // account turns an event into metrics.
-func (r *runner) account(ctx context.Context, e drain.Event) {
+func (m *member) account(ctx context.Context, e drain.Event) {
 	switch e.Type {
 	case drain.EventBegin:
-		r.wg.Go(func() { r.audits(ctx) })
+		m.wg.Go(func() { m.audits(ctx) })
 		// The report is written when CMD and its sockets are gone.
 		var had api.Backend
-		r.sockets(&had, true)
-		r.mu.Lock()
-		r.had = had
-		r.mu.Unlock()
+		m.life().sockets(&had, true)
+		m.mu.Lock()
+		m.had = had
+		m.mu.Unlock()
 	case drain.EventFlush:
 		if res, ok := e.Fields["result"].(string); ok {
 			reason, _ := e.Fields["reason"].(string)
-			r.metrics.Flushed(r.o.Service, drain.FlushReason(reason), api.FlushResult(res))
+			m.metrics.Flushed(m.service, drain.FlushReason(reason), api.FlushResult(res))
 		}
 	case drain.EventStale:
-		r.metrics.StaleSignal(r.o.Service)
+		m.metrics.StaleSignal(m.service)
 	case drain.EventEnd:
-		s := r.finished(ctx, e.Drain)
+		s := m.finished(ctx, e.Drain)
 		if s.ID != e.Drain {
 			return
 		}
-		d := r.drainView(s)
-		r.mu.Lock()
-		r.drains = append(r.drains, d)
-		r.mu.Unlock()
-		r.metrics.DrainEnded(d)
+		d := m.drainView(m.life(), s)
+		m.mu.Lock()
+		m.drains = append(m.drains, d)
+		m.mu.Unlock()
+		m.metrics.DrainEnded(d)
 		if d.Late != nil {
-			r.metrics.LateConnections(r.o.Service, metrics.LateAdmit, metrics.LateOK, int(d.Late.Admitted))
-			r.metrics.LateConnections(r.o.Service, metrics.LateRefuse, metrics.LateOK, int(d.Late.Refused))
+			m.metrics.LateConnections(m.service, metrics.LateAdmit, metrics.LateOK, int(d.Late.Admitted))
+			m.metrics.LateConnections(m.service, metrics.LateRefuse, metrics.LateOK, int(d.Late.Refused))
 			if s.OnNew == drain.OnNewSteer {
-				r.metrics.LateConnections(r.o.Service, metrics.LateSteer, metrics.LateOK, int(d.Late.Redirected))
+				m.metrics.LateConnections(m.service, metrics.LateSteer, metrics.LateOK, int(d.Late.Redirected))
 			}
 		}
 	}
 }
 
 // finished is the status of a drain whose end was told. The event comes a moment before the status that shows it.
-func (r *runner) finished(ctx context.Context, id string) drain.Status {
+func (m *member) finished(ctx context.Context, id string) drain.Status {
 	for {
-		changed := r.life().machine.Changed()
-		s := r.life().machine.Status()
+		changed := m.life().machine.Changed()
+		s := m.life().machine.Status()
 		if s.ID != id || s.Over() {
 			return s
 		}
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return r.life().machine.Status()
+			return m.life().machine.Status()
 		}
 	}
 }
 
 // audits compares the census with a walk while the drain runs: at once, and every 30 s.
-func (r *runner) audits(ctx context.Context) {
-	for r.draining() {
-		if _, err := r.life().b.audit(ctx); err != nil && ctx.Err() == nil {
-			r.log.Warn("audit", "err", err)
+func (m *member) audits(ctx context.Context) {
+	for m.draining() {
+		if _, err := m.life().b.audit(ctx); err != nil && ctx.Err() == nil {
+			m.log.Warn("audit", "err", err)
 		}
 		select {
 		case <-time.After(auditEvery):
-		case <-r.life().machine.Done():
+		case <-m.life().machine.Done():
 			return
 		case <-ctx.Done():
 			return

@@ -104,8 +104,8 @@ func (r *runner) loop(ctx context.Context, sigs <-chan os.Signal) {
 
 // takenBack forgets the stop signals that began a drain which was taken back.
 func (r *runner) takenBack() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+	r.stop.Lock()
+	defer r.stop.Unlock()
 	r.stopping = 0
 }
 
@@ -138,11 +138,6 @@ func (r *runner) end(ctx context.Context, proc *process) {
 // takes to be freed.
 const killWait = 5 * time.Second
 
-func (r *runner) draining() bool {
-	s := r.life().machine.Status()
-	return s.State == drain.StateDraining || s.State == drain.StateFlushing
-}
-
 // reapRest ends what CMD left behind: first asked, then made to.
 func (r *runner) reapRest(ctx context.Context, proc *process) {
 	rest := proc.rest()
@@ -154,7 +149,7 @@ func (r *runner) reapRest(ctx context.Context, proc *process) {
 	} else {
 		r.log.Warn("CMD has ended by itself while processes that it started live, and these are ended too; a server must stay in the foreground, as nginx does with -g 'daemon off;'", "pids", rest)
 	}
-	ctx, cancel := context.WithTimeout(ctx, r.eff.Policy.Reserve)
+	ctx, cancel := context.WithTimeout(ctx, r.set.eff.Policy.Reserve)
 	defer cancel()
 	if err := proc.endRest(ctx); err == nil {
 		return
@@ -173,16 +168,16 @@ func (r *runner) signal(ctx context.Context, sig syscall.Signal, proc *process) 
 		r.forward(sig, proc)
 		return
 	}
-	r.mu.Lock()
+	r.stop.Lock()
 	last := r.stoppedAt
 	r.stoppedAt = time.Now()
 	if r.o.Mode == drain.ModeEnforce && r.stopping == 1 && r.stoppedAt.Sub(last) < sameStop {
-		r.mu.Unlock()
+		r.stop.Unlock()
 		return // one stop that was sent to us and to our group, as timeout(1) does
 	}
 	r.stopping++
 	n := r.stopping
-	r.mu.Unlock()
+	r.stop.Unlock()
 	r.emit(drain.Event{Type: EventSignal, Message: fmt.Sprintf("%s received", unix.SignalName(sig)), Fields: map[string]any{"signal": unix.SignalName(sig), "forwarded": false, "count": n}})
 	if r.o.Mode != drain.ModeEnforce {
 		// observe changes nothing: CMD gets what it would have got without us, at once.
@@ -206,9 +201,9 @@ func (r *runner) signal(ctx context.Context, sig syscall.Signal, proc *process) 
 		r.log.Warn("already draining; a third stop signal ends it by force", "in_flight", describe(s), "deadline", s.Deadline.Format(time.RFC3339))
 		r.emit(drain.Event{Type: EventSignal, Drain: s.ID, Message: "already draining: " + describe(s) + " left, until " + s.Deadline.Format(time.TimeOnly) + "; once more ends it by force"})
 	default:
-		r.mu.Lock()
+		r.stop.Lock()
 		r.forced = true
-		r.mu.Unlock()
+		r.stop.Unlock()
 		r.log.Error("forced by a third stop signal: CMD is killed")
 		if err := proc.killAll(); err != nil {
 			r.log.Error("kill CMD", "err", err)
@@ -219,7 +214,7 @@ func (r *runner) signal(ctx context.Context, sig syscall.Signal, proc *process) 
 func (r *runner) begin(ctx context.Context, sig syscall.Signal) {
 	// A flip waits for nothing but a map write, yet under SYN cookies it takes 2 s: signals must be heard meanwhile.
 	go func() {
-		_, err := r.life().machine.Begin(ctx, drain.Request{Gen: r.life().gen, Cause: drain.CauseSignal, Policy: r.eff.Policy, By: unix.SignalName(sig), Force: true})
+		_, err := r.life().machine.Begin(ctx, drain.Request{Gen: r.life().gen, Cause: drain.CauseSignal, Policy: r.set.eff.Policy, By: unix.SignalName(sig), Force: true})
 		if err != nil && ctx.Err() == nil {
 			// Not even the drain can start: CMD must still stop.
 			r.log.Error("begin drain; CMD gets its stop signal without one", "err", err)
@@ -255,10 +250,10 @@ func (r *runner) forward(sig syscall.Signal, proc *process) {
 // finish works out the exit code and writes the report.
 func (r *runner) finish(ctx context.Context, proc *process) int {
 	s := r.life().machine.Status()
-	r.mu.Lock()
+	r.stop.Lock()
 	// Under observe CMD ends as it would have without us.
 	requested := r.o.Mode == drain.ModeEnforce && (r.stopping > 0 || (s.ID != "" && s.Outcome != drain.OutcomeCancelled))
-	r.mu.Unlock()
+	r.stop.Unlock()
 	code := 0
 	switch {
 	case requested:
@@ -286,10 +281,7 @@ func (r *runner) finish(ctx context.Context, proc *process) int {
 
 // report writes the file aside and renames it in, so that a reader sees a whole one or none.
 func (r *runner) report(ctx context.Context, proc *process, code int) error {
-	b, err := r.Backend(ctx, r.o.Name)
-	if err != nil {
-		return err
-	}
+	b := r.view(ctx, true)
 	if b.Listeners == nil {
 		// CMD has ended and taken its sockets along: what it had is known from the beginning of its drain.
 		r.mu.Lock()

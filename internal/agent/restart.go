@@ -27,9 +27,9 @@ const (
 
 // restarts tells whether CMD is to be started again now that it has ended by itself.
 func (r *runner) restarts() bool {
-	r.mu.Lock()
+	r.stop.Lock()
 	asked := r.stopping > 0 || r.forced
-	r.mu.Unlock()
+	r.stop.Unlock()
 	return r.o.RestartOnExit && !asked && !r.draining()
 }
 
@@ -80,7 +80,7 @@ func (r *runner) succeed(ctx context.Context, old *incarnation) error {
 	if err != nil {
 		return err
 	}
-	if _, err := r.incarnate(ctx, gen, proc, old.b.dp, old.b.journal, history{}, false); err != nil {
+	if _, err := r.incarnate(ctx, arrival{gen: gen, set: r.set, proc: proc, argv: r.o.Argv, dp: old.b.dp, journal: old.b.journal}); err != nil {
 		return errors.Join(err, proc.killAll(), proc.close())
 	}
 	r.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("started %s again as process %d", strings.Join(r.o.Argv, " "), proc.pid), Fields: map[string]any{"pid": proc.pid, "argv": r.o.Argv}})
@@ -111,9 +111,9 @@ func (r *runner) stoppedWithin(ctx context.Context, sigs <-chan os.Signal, d tim
 			if !ok || !slices.Contains(r.o.StopSignals, sig) {
 				continue
 			}
-			r.mu.Lock()
+			r.stop.Lock()
 			r.stopping++
-			r.mu.Unlock()
+			r.stop.Unlock()
 			r.emit(drain.Event{Type: EventSignal, Message: fmt.Sprintf("%s received while CMD is not running", unix.SignalName(sig)), Fields: map[string]any{"signal": unix.SignalName(sig), "forwarded": false}})
 			return true
 		case <-timer.C:

@@ -18,7 +18,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -27,6 +26,7 @@ import (
 	"github.com/ebbproxy/ebb/bpf"
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/hook"
 	"github.com/ebbproxy/ebb/internal/metrics"
 	"github.com/ebbproxy/ebb/probes"
 	"github.com/ebbproxy/ebb/proxy"
@@ -117,32 +117,24 @@ type Report struct {
 
 var nameOK = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$`)
 
-// runner is one `ebb run`.
+// runner is one `ebb run`: its backend, and CMD, which it starts and ends.
 type runner struct {
-	o       RunOptions
-	log     *slog.Logger
-	id      uint64
-	started time.Time
-	events  *api.Log
-	metrics *metrics.Metrics
-	current atomic.Pointer[incarnation]
-	eff     drain.Effective
-	lock    *os.File
-	bound   []net.Listener // the API, and the address of probes and metrics
-	paths   paths
-	ports   [2]uint16 // source ports from which our relay reaches CMD past the rule; zero: it never does
+	*member
+	o     RunOptions
+	set   *settings
+	lock  *os.File
+	bound []net.Listener // the API, and the address of probes and metrics
+	paths paths
+	ports [2]uint16 // source ports from which our relay reaches CMD past the rule; zero: it never does
 
-	early      *early         // nil without --early
-	lastStart  time.Time      // of CMD; both are for the goroutine of loop alone
-	startsSoon int            // how many in a row ended soon
-	wg         sync.WaitGroup // every goroutine that uses the datapath
+	early      *early    // nil without --early
+	lastStart  time.Time // of CMD; both are for the goroutine of loop alone
+	startsSoon int       // how many in a row ended soon
 
-	mu        sync.Mutex
+	stop      sync.Mutex
 	stoppedAt time.Time // when the last one came
 	stopping  int       // stop signals received
 	forced    bool      // the third one came
-	drains    []api.Drain
-	had       api.Backend // listeners and what is not covered, when the last drain began
 }
 
 type paths struct{ dir, sock, journal string }
@@ -189,13 +181,20 @@ func newRunner(o RunOptions) (*runner, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &runner{o: o, log: o.Log, eff: eff, started: time.Now(), lastStart: time.Now()}
+	r := &runner{member: &member{log: o.Log, started: time.Now()}, o: o, lastStart: time.Now()}
+	r.set = &settings{
+		mode: o.Mode, policy: o.Policy, eff: eff, cov: r.coverage(), notify: hook.Hook{Signal: o.Notify}, flush: hook.Hook{Signal: o.Flush},
+	}
+	if o.Ready != "" {
+		r.set.ready = func(ctx context.Context) error { return probes.Ready(ctx, o.Ready, readyTimeout) }
+	}
 	if o.RestartOnExit {
 		r.ports = freePorts()
 	}
 	if err := r.claim(); err != nil {
 		return nil, err
 	}
+	r.name, r.service, r.late = r.o.Name, r.o.Service, r.lateOptions
 	return r, nil
 }
 
@@ -312,14 +311,14 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 		r.log.Warn("journal ended in a torn record, which was cut off", "path", r.paths.journal)
 	}
 	r.events = api.NewLog(api.LogOptions{})
-	if r.metrics, err = metrics.New(metrics.Options{Source: r, Version: r.o.Version, Commit: r.o.Commit}); err != nil {
+	if r.metrics, err = metrics.New(metrics.Options{Source: only(r.member), Version: r.o.Version, Commit: r.o.Commit}); err != nil {
 		return ExitFailure, err
 	}
 
 	proc := r.survivor(past)
 	adopted := proc != nil
 	r.id = backendID(r.o.Name)
-	inc := &incarnation{gen: max(past.lastGen+1, uint64(time.Now().Unix()))}
+	inc := &incarnation{set: r.set, gen: max(past.lastGen+1, uint64(time.Now().Unix()))}
 	if adopted {
 		inc.gen = past.lastRun.Gen
 	}
@@ -369,7 +368,7 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 			return ExitFailure, err
 		}
 	}
-	if _, err = r.incarnate(ctx, inc.gen, proc, dp, j, past, adopted); err != nil {
+	if _, err = r.incarnate(ctx, arrival{gen: inc.gen, set: r.set, proc: proc, argv: r.o.Argv, dp: dp, journal: j, past: past, adopted: adopted}); err != nil {
 		return ExitFailure, errors.Join(err, abandon(proc, adopted), proc.close())
 	}
 	defer func() { err = errors.Join(err, r.life().proc.close()) }()
@@ -390,7 +389,7 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	if adopted {
 		verb, argv = "adopted", past.lastRun.Argv
 	}
-	r.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("%s %s as process %d; %s", verb, strings.Join(argv, " "), proc.pid, r.eff), Fields: map[string]any{"pid": proc.pid, "argv": argv}})
+	r.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("%s %s as process %d; %s", verb, strings.Join(argv, " "), proc.pid, r.set.eff), Fields: map[string]any{"pid": proc.pid, "argv": argv}})
 	for _, why := range dp.warnings() {
 		r.degraded(why)
 	}
@@ -529,46 +528,19 @@ func (r *runner) coverage() coverage {
 	return c
 }
 
-func (r *runner) backend(gen uint64, proc *process, dp datapath, j *journal, adopted bool) *backend {
-	b := &backend{
-		name: r.o.Name, service: r.o.Service, policy: r.eff.Policy, cov: r.coverage(),
-		notify: r.o.Notify, flush: r.o.Flush, proc: proc, dp: dp, journal: j, cookies: &cookieWatch{},
-		log: r.log.With("backend", r.o.Name, "gen", gen), emit: r.emit, boot: bpf.BootNow, metrics: r.metrics,
-		covered: map[uint64]listener{}, why: map[uint64]string{}, mustSee: adopted,
-		cls:  probes.NewClassifier(probes.ClassifierOptions{Protocol: string(r.eff.Policy.Protocol), IdleAfter: r.eff.Policy.IdleAfter}),
-		held: map[uint64]*probes.Held{},
-	}
-	b.ready.Store(true)
-	b.late = newLate(b, r.lateOptions(dp))
-	return b
-}
-
 // relayRetireAfter is how long a relayed connection must be idle behind its answer to be retired: as for the application's
 // own connections of which little is known.
 const relayRetireAfter = 2500 * time.Millisecond
 
-func (r *runner) lateOptions(dp datapath) lateOptions {
+func (r *runner) lateOptions(set *settings, dp datapath) lateOptions {
 	o := lateOptions{name: r.o.Name, service: r.o.Service, runDir: r.o.RunDir, sock: r.paths.sock, peers: r.o.Peers, ports: r.ports}
-	o.keep = r.o.RestartOnExit && r.o.Mode == drain.ModeEnforce && dp.guarded()
-	if r.o.Ready != "" {
-		o.ready = func(ctx context.Context) error { return probes.Ready(ctx, r.o.Ready, readyTimeout) }
-	}
-	if r.eff.Policy.Idle == drain.IdleClose {
+	o.keep = r.o.RestartOnExit && set.mode == drain.ModeEnforce && dp.guarded()
+	o.ready = set.ready
+	if set.eff.Policy.Idle == drain.IdleClose {
 		o.retire = relayRetireAfter
 	}
 	if len(r.o.HealthFrom) > 0 || r.o.HealthPath != "" {
 		o.health = &proxy.Health{From: r.o.HealthFrom, Path: r.o.HealthPath}
-	}
-	return o
-}
-
-func (r *runner) machineOptions(gen uint64, b *backend, past history, adopted bool) drain.Options {
-	o := drain.Options{
-		Backend: r.o.Name, Service: r.o.Service, Gen: gen, Mode: r.o.Mode, Unguarded: !b.dp.guarded(),
-		World: b, Log: r.log, Boot: bpf.BootNow, Notify: r.o.Notify != 0,
-	}
-	if adopted && past.openDrain != nil {
-		o.Resume = past.openDrain
 	}
 	return o
 }
@@ -599,20 +571,4 @@ func (r *runner) stopBefore(sigs <-chan os.Signal) bool {
 			return false
 		}
 	}
-}
-
-func (r *runner) degraded(msg string) {
-	r.log.Warn("degraded", "why", msg)
-	r.emit(drain.Event{Type: EventDegraded, Message: msg})
-}
-
-func (r *runner) emit(e drain.Event) {
-	e.Service, e.Backend = r.o.Service, r.o.Name
-	if e.Gen == 0 {
-		e.Gen = r.life().gen
-	}
-	if e.Time.IsZero() {
-		e.Time = time.Now()
-	}
-	r.events.Publish(e)
 }

@@ -94,11 +94,18 @@ func siblingOf(b api.Backend, sp *space) (s sibling, no string) {
 	case !b.Ready:
 		return s, "is not ready"
 	}
-	tree, err := probes.Tree(b.Owner.PID)
-	if err != nil {
-		return s, "is out of sight: " + err.Error()
+	// Of a run what its command has orphaned hangs below the owner; an agent has not started what it owns.
+	var pids []int
+	for _, root := range []int{b.PID, b.Owner.PID} {
+		tree, err := probes.Tree(root)
+		if err != nil {
+			return s, "is out of sight: " + err.Error()
+		}
+		for _, p := range tree {
+			pids = append(pids, p.PID)
+		}
 	}
-	ls, err := probes.Listeners(sp.diag, pidsOf(tree))
+	ls, err := probes.Listeners(sp.diag, pids)
 	if err != nil {
 		return s, "cannot be looked at: " + err.Error()
 	}

@@ -108,7 +108,7 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 	b.flushing.Store(true)
 	defer b.flushing.Store(false)
 	if !b.told.Load() {
-		if err := b.proc.signal(b.flush); err != nil {
+		if err := b.proc.signal(b.flush.Signal); err != nil {
 			return err
 		}
 	}

@@ -11,11 +11,11 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/hook"
 	"github.com/ebbproxy/ebb/internal/metrics"
 	"github.com/ebbproxy/ebb/probes"
 )
@@ -23,10 +23,8 @@ import (
 // backend is one supervised CMD as its drain sees it: the drain.World of `ebb run`.
 type backend struct {
 	name, service string
-	policy        drain.Policy
 	cov           coverage
-	notify        syscall.Signal // 0: none
-	flush         syscall.Signal
+	notify, flush hook.Hook
 	proc          *process
 	dp            datapath
 	journal       *journal
@@ -216,10 +214,10 @@ func (b *backend) SetReady(ready bool) { b.ready.Store(ready) }
 
 // Notify implements drain.World.
 func (b *backend) Notify(context.Context, drain.Notice) error {
-	if b.notify == 0 {
+	if b.notify.IsZero() {
 		return nil
 	}
-	return b.proc.signal(b.notify)
+	return b.proc.signal(b.notify.Signal)
 }
 
 // CloseAdmission implements drain.World.
