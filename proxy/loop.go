@@ -606,7 +606,7 @@ func (l *loop) dial(c *conn) {
 		if c.setup != nil {
 			tried = c.setup.tried
 		}
-		p := l.r.peers.Load().choose(l.rng, tried)
+		p := l.r.peers.Load().of(c.side[client].fd).choose(l.rng, tried)
 		if p == nil {
 			l.noPeer(c)
 			return

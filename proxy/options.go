@@ -49,6 +49,8 @@ type Peer struct {
 	// ProxyProtocol sends the client's and the service's address ahead of the first byte, in version 2 of the PROXY
 	// protocol. The peer must expect it.
 	ProxyProtocol bool
+	// For is the local port of the connections that this peer is for, where a relay stands in for several; 0 means all.
+	For uint16 `json:",omitzero"`
 	// Weight is the share of this peer relative to others; 0 means 1.
 	Weight int
 }

@@ -15,6 +15,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 const maxWeight = 1 << 20
@@ -73,8 +75,9 @@ type peer struct {
 
 // peerSet is never changed, only replaced.
 type peerSet struct {
-	peers []*peer
-	sum   []int64 // of the weights up to and with each peer
+	peers  []*peer
+	sum    []int64             // of the weights up to and with each peer
+	byPort map[uint16]*peerSet // those for each port that some peer is for; nil if all are for every port
 }
 
 func newPeer(p Peer, probe ProbeOptions, ports [2]uint16) (*peer, error) {
@@ -121,6 +124,38 @@ func newPeerSet(peers []*peer) *peerSet {
 		s.sum = append(s.sum, sum)
 	}
 	return s
+}
+
+// split adds byPort.
+func (s *peerSet) split() *peerSet {
+	for _, p := range s.peers {
+		if p.For == 0 || s.byPort[p.For] != nil {
+			continue
+		}
+		if s.byPort == nil {
+			s.byPort = make(map[uint16]*peerSet)
+		}
+		s.byPort[p.For] = s.only(p.For)
+	}
+	if s.byPort != nil {
+		s.byPort[0] = s.only(0) // for any other port
+	}
+	return s
+}
+
+func (s *peerSet) only(port uint16) *peerSet {
+	return newPeerSet(slices.DeleteFunc(slices.Clone(s.peers), func(p *peer) bool { return p.For != 0 && p.For != port }))
+}
+
+// of are the peers for the client's connection fd.
+func (s *peerSet) of(fd int32) *peerSet {
+	if s.byPort == nil {
+		return s
+	}
+	if at := s.byPort[name(fd, unix.SYS_GETSOCKNAME).Port()]; at != nil {
+		return at
+	}
+	return s.byPort[0]
 }
 
 // choose takes a peer that is not among tried, nil if none is left: the one with less in flight per weight of two that

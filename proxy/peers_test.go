@@ -88,6 +88,51 @@ func TestChoicePrefersPeersThatAreUp(t *testing.T) {
 	}
 }
 
+// TestPeersOfAPort: a relay that stands in for two ports carries each connection to a peer of its own port, and one for any
+// port takes part in both.
+func TestPeersOfAPort(t *testing.T) {
+	leakCheck(t)
+	says := func(word string) netip.AddrPort {
+		return backend(t, "tcp", "127.0.0.1:0", func(c *net.TCPConn) { _, _ = io.WriteString(c, word) })
+	}
+	one, two, third := listen(t, "tcp", "127.0.0.1:0"), listen(t, "tcp", "127.0.0.1:0"), listen(t, "tcp", "127.0.0.1:0")
+	first, second, either := Peer{Address: says("one"), For: address(one).Port()}, Peer{Address: says("two"), For: address(two).Port()}, Peer{Address: says("any")}
+	r := start(t, Options{Peers: []Peer{first, second}})
+	for _, l := range []*net.TCPListener{one, two, third} {
+		serveListener(t, r, l)
+	}
+	ask := func(l net.Listener) string {
+		var b []byte
+		c, err := net.Dial("tcp", address(l).String())
+		if err == nil {
+			defer c.Close()
+			b, err = io.ReadAll(c)
+		}
+		if err != nil && !errors.Is(err, unix.ECONNRESET) {
+			t.Fatal(err)
+		}
+		return string(b)
+	}
+	for range 20 {
+		if a, b, c := ask(one), ask(two), ask(third); a != "one" || b != "two" || c != "" {
+			t.Fatalf("got %q, %q, %q, want one, two and nothing for a port without peers", a, b, c)
+		}
+	}
+	if err := r.SetPeers([]Peer{first, either}); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Check(t.Context()); err != nil { // which brings the new one up
+		t.Fatal(err)
+	}
+	got := map[string]int{}
+	for range 100 {
+		got[ask(one)]++
+	}
+	if a, b := ask(two), ask(third); a != "any" || b != "any" || got["one"] == 0 || got["any"] == 0 || got["one"]+got["any"] != 100 {
+		t.Errorf("got %v, %q, %q, want both for the port that has its own and the other one elsewhere", got, a, b)
+	}
+}
+
 // TestProbes: a peer goes down after failures in a row and comes back after successes.
 func TestProbes(t *testing.T) {
 	leakCheck(t)

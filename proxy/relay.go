@@ -393,7 +393,7 @@ func (r *Relay) SetPeers(peers []Peer) error {
 		}
 		set = append(set, n)
 	}
-	r.peers.Store(newPeerSet(set))
+	r.peers.Store(newPeerSet(set).split())
 	select {
 	case r.probeNow <- struct{}{}:
 	default:

@@ -11,6 +11,7 @@ import (
 	"net/url"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/agent"
+	"github.com/ebbproxy/ebb/proxy"
 )
 
 const runLong = `Start CMD, find its listening sockets, and drain it on a stop signal.
@@ -44,7 +46,8 @@ type runFlags struct {
 	healthPath                                string
 	exclude                                   []uint
 	grace, flushTimeout, reserve, quietPeriod time.Duration
-	admitFor, idleAfter, closeSpread          time.Duration
+	admitFor, idleAfter, closeSpread, holdFor time.Duration
+	holdMax                                   int
 	exitOnOutcome, restartOnExit, early       bool
 	attach                                    int
 }
@@ -93,7 +96,9 @@ func newRunCmd(env *environment) *cobra.Command {
 	fl.DurationVar(&f.idleAfter, "idle-after", drain.DefaultIdleAfter, "under opaque: idle after this long without data either way")
 	f.onNew.value = drain.OnNewAuto
 	fl.Var(&f.onNew, "on-new", "late connections: auto, steer, relay, hold, admit or refuse")
-	fl.StringArrayVar(&f.peers, "peer", nil, "`ADDR:PORT` of another backend of the service, to which late connections can be relayed (repeatable)")
+	fl.StringArrayVar(&f.peers, "peer", nil, "`[PORT=]ADDR:PORT` of another backend of the service, to which late connections can be relayed, those to PORT where it is another one (repeatable)")
+	fl.IntVar(&f.holdMax, "hold-max", proxy.DefaultParkMax, "how many new connections may wait for a successor, or for CMD to come back; more are reset")
+	fl.DurationVar(&f.holdFor, "hold-for", proxy.DefaultParkFor, "how long each may wait")
 	fl.StringArrayVar(&f.healthFrom, "health-from", nil, "`CIDR` from which a balancer's health checks come: when late they are reset (repeatable)")
 	fl.StringVar(&f.healthPath, "health-path", "", "`path` of a balancer's health checks: when late they are answered with 503")
 	fl.StringVar(&f.onDeadline, "on-deadline", string(drain.OnDeadlineCut), "what is left at the deadline: cut, reset or leave")
@@ -110,7 +115,7 @@ func newRunCmd(env *environment) *cobra.Command {
 	fl.BoolVar(&f.exitOnOutcome, "exit-on-outcome", false, "exit with 3 if the drain expired, 4 if it was lost")
 	fl.BoolVar(&f.early, "early", false, "a stop signal that another process sends to CMD closes admission in the kernel at once, and begins the drain")
 	fl.IntVar(&f.attach, "attach", 0, "supervise the running process `PID` instead of starting CMD")
-	fl.BoolVar(&f.restartOnExit, "restart-on-exit", false, "start CMD again when it ends unasked; new connections wait meanwhile, 10s at most")
+	fl.BoolVar(&f.restartOnExit, "restart-on-exit", false, "start CMD again when it ends unasked; new connections wait meanwhile, as --hold-for and --hold-max say")
 	fl.StringVar(&f.bpffs, "bpffs", "", "`directory` in a bpffs for what is pinned (default: /sys/fs/bpf/ebb)")
 	complete(cmd, "protocol", []string{string(drain.ProtocolOpaque), string(drain.ProtocolHTTP1)})
 	complete(cmd, "idle", []string{string(drain.IdleIgnore), string(drain.IdleWait), string(drain.IdleClose)})
@@ -179,7 +184,7 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 	for _, v := range []struct {
 		flag string
 		d    time.Duration
-	}{{"grace", f.grace}, {"flush-timeout", f.flushTimeout}, {"reserve", f.reserve}, {"quiet-period", f.quietPeriod}, {"idle-after", f.idleAfter}} {
+	}{{"grace", f.grace}, {"flush-timeout", f.flushTimeout}, {"reserve", f.reserve}, {"quiet-period", f.quietPeriod}, {"idle-after", f.idleAfter}, {"hold-for", f.holdFor}} {
 		if v.d == 0 { // which would mean the default to what comes after
 			return o, usagef("--%s %v: want a duration above 0", v.flag, v.d)
 		}
@@ -208,12 +213,19 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 // late reads what is said of late connections.
 func (f *runFlags) late(o *agent.RunOptions) error {
 	for _, s := range f.peers {
-		ap, err := netip.ParseAddrPort(s)
-		if err != nil || ap.Port() == 0 || ap.Addr().IsUnspecified() {
-			return usagef("--peer %q: want ADDR:PORT with a numeric address, such as 192.0.2.10:80 or [2001:db8::10]:80", s)
+		p, err := parsePeer(s)
+		if err != nil {
+			return usagef("--peer %q: %w", s, err)
 		}
-		o.Peers = append(o.Peers, ap)
+		o.Peers = append(o.Peers, p)
 	}
+	if f.holdMax < 1 || f.holdMax > agent.MaxHold {
+		return usagef("--hold-max %d: want 1 to %d connections", f.holdMax, agent.MaxHold)
+	}
+	if f.holdFor < 0 {
+		return usagef("--hold-for %v: want a duration above 0", f.holdFor)
+	}
+	o.HoldMax, o.HoldFor = f.holdMax, f.holdFor
 	for _, s := range f.healthFrom {
 		p, err := netip.ParsePrefix(s)
 		if err != nil {
@@ -229,6 +241,23 @@ func (f *runFlags) late(o *agent.RunOptions) error {
 		return usagef("--health-path %q: want a path that begins with / and has no query", o.HealthPath)
 	}
 	return nil
+}
+
+// parsePeer reads [PORT=]ADDR:PORT.
+func parsePeer(s string) (p agent.Peer, err error) {
+	port, addr, named := strings.Cut(s, "=")
+	if !named {
+		addr = s
+	} else if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+		return p, fmt.Errorf("%q is no port of this service: want 1 to 65535", port)
+	} else {
+		p.For = uint16(n)
+	}
+	p.Address, err = netip.ParseAddrPort(addr)
+	if err != nil || p.Address.Port() == 0 || p.Address.Addr().IsUnspecified() {
+		return p, errors.New("want ADDR:PORT with a numeric address, such as 192.0.2.10:80, [2001:db8::10]:80 or 443=192.0.2.10:8443")
+	}
+	return p, nil
 }
 
 // maxPorts is how many ports a watch in the kernel holds.

@@ -85,16 +85,18 @@ func (g *guard) owned(p *process) (bool, error) {
 	return g.Owned(p.descendants())
 }
 
-// freePorts are ports that the kernel gives to nobody by itself, as many as may be held at a time if there are: ip(7),
+// MaxHold bounds RunOptions.HoldMax: each connection that waits takes one of the ports that freePorts finds.
+const MaxHold = 16384
+
+// freePorts are want ports that the kernel gives to nobody by itself, or half as many if there are no more: ip(7),
 // ip_local_port_range.
-func freePorts() [2]uint16 {
+func freePorts(want int) [2]uint16 {
 	lo, hi := 32768, 60999
 	if text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range"); err == nil {
 		if _, err := fmt.Sscan(string(text), &lo, &hi); err != nil {
 			lo, hi = 32768, 60999
 		}
 	}
-	const want = proxy.DefaultParkMax
 	switch {
 	case 65535-hi >= want/2:
 		return [2]uint16{uint16(hi + 1), 65535}
@@ -102,7 +104,7 @@ func freePorts() [2]uint16 {
 		return [2]uint16{uint16(max(1024, lo-want)), uint16(lo - 1)}
 	}
 	// A client on this host that is given one of these is not held.
-	return [2]uint16{65535 - want + 1, 65535}
+	return [2]uint16{uint16(65535 - want + 1), 65535}
 }
 
 // begin watches over the application, if nobody does.

@@ -31,11 +31,11 @@ import (
 // lateOptions say what may be done with late connections.
 type lateOptions struct {
 	name, service, runDir string
-	sock                  string           // our own API socket
-	peers                 []netip.AddrPort // --peer
-	health                *proxy.Health    // nil: health checks are like other connections
-	retire                time.Duration    // idle relayed connections are retired after so long; 0: never
-	successor             bool             // CMD is started again when it ends: hold works
+	sock                  string        // our own API socket
+	peers                 []Peer        // --peer
+	health                *proxy.Health // nil: health checks are like other connections
+	retire                time.Duration // idle relayed connections are retired after so long; 0: never
+	successor             bool          // CMD is started again when it ends: hold works
 	park                  proxy.ParkOptions
 	ports                 [2]uint16                   // source ports that the rule lets pass
 	keep                  bool                        // what comes while CMD is away waits for it
@@ -187,11 +187,7 @@ func (l *late) choose(want drain.OnNew, p plan) (drain.OnNew, string) {
 		return why
 	}
 	steerable, relayable := len(p.steer) > 0, len(p.peers) > 0
-	addrs := make([]string, len(p.peers))
-	for i, q := range p.peers {
-		addrs[i] = q.Address.String()
-	}
-	to := strings.Join(addrs, ", ")
+	to := inWords(p.peers)
 	switch want {
 	case drain.OnNewAuto, drain.OnNewSteer:
 		switch {
@@ -238,19 +234,16 @@ func (l *late) survey(ctx context.Context) plan {
 	sibs, silent, why := l.siblings(ctx, sp)
 	p.silent = silent
 	p.unable = append(p.unable, why...)
-	var candidates []netip.AddrPort
+	var candidates []Peer
 	p.steer, p.whom, candidates, why = match(own, sibs)
 	p.unable = append(p.unable, why...)
-	for _, a := range l.o.peers {
-		if !slices.Contains(candidates, a) {
-			candidates = append(candidates, a)
-		}
-	}
-	peers, why := dialAll(ctx, sp, own, candidates)
-	for _, a := range peers {
-		p.peers = append(p.peers, proxy.Peer{Address: a})
-	}
+	peers, why := assign(own, append(candidates, l.o.peers...))
 	p.unable = append(p.unable, why...)
+	peers, why = dialAll(ctx, sp, own, peers)
+	p.unable = append(p.unable, why...)
+	if p.peers, why = whole(own, peers); len(peers) > 0 {
+		p.unable = append(p.unable, why...)
+	}
 	return p
 }
 

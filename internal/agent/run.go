@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
@@ -74,9 +75,11 @@ type RunOptions struct {
 	Exclude []uint16
 	Ready   string // URL
 
-	Peers      []netip.AddrPort // backends to which late connections can be relayed
-	HealthFrom []netip.Prefix   // sources of a balancer's health checks
-	HealthPath string           // their path
+	Peers      []Peer         // backends to which late connections can be relayed
+	HealthFrom []netip.Prefix // sources of a balancer's health checks
+	HealthPath string         // their path
+	HoldMax    int            // connections that may wait at a time; default proxy.DefaultParkMax
+	HoldFor    time.Duration  // how long each may wait; default proxy.DefaultParkFor
 
 	// RestartOnExit starts CMD again when it ends without having been asked to; new connections wait meanwhile.
 	RestartOnExit bool
@@ -189,7 +192,7 @@ func newRunner(o RunOptions) (*runner, error) {
 		r.set.ready = func(ctx context.Context) error { return probes.Ready(ctx, o.Ready, readyTimeout) }
 	}
 	if o.RestartOnExit {
-		r.ports = freePorts()
+		r.ports = freePorts(cmp.Or(o.HoldMax, proxy.DefaultParkMax))
 	}
 	if err := r.claim(); err != nil {
 		return nil, err
@@ -534,6 +537,7 @@ const relayRetireAfter = 2500 * time.Millisecond
 
 func (r *runner) lateOptions(set *settings, dp datapath) lateOptions {
 	o := lateOptions{name: r.o.Name, service: r.o.Service, runDir: r.o.RunDir, sock: r.paths.sock, peers: r.o.Peers, ports: r.ports}
+	o.park = proxy.ParkOptions{Max: r.o.HoldMax, For: r.o.HoldFor}
 	o.keep = r.o.RestartOnExit && set.mode == drain.ModeEnforce && dp.guarded()
 	o.ready = set.ready
 	if set.eff.Policy.Idle == drain.IdleClose {

@@ -7,16 +7,19 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
 	"github.com/ebbproxy/ebb/probes"
+	"github.com/ebbproxy/ebb/proxy"
 )
 
 // sibling is another run of the service that serves in the same network namespace.
@@ -129,14 +132,11 @@ func siblingOf(b api.Backend, sp *space) (s sibling, no string) {
 // match says which listeners of siblings can take the connections of each of our addresses: all of them, or none is
 // steered at all. A listener of the same port stands for ours; where that cannot tell, the only port of both does. peers
 // are addresses at which siblings can be dialled.
-func match(own []listener, sibs []sibling) (steer map[netip.AddrPort][]probes.Listener, whom []string, peers []netip.AddrPort, why []string) {
+func match(own []listener, sibs []sibling) (steer map[netip.AddrPort][]probes.Listener, whom []string, peers []Peer, why []string) {
 	if len(sibs) == 0 {
 		return nil, nil, nil, nil
 	}
-	ownPorts := map[uint16]bool{}
-	for _, l := range own {
-		ownPorts[l.addr.Port()] = true
-	}
+	ownPorts := servicePorts(own)
 	for _, s := range sibs {
 		ports := map[uint16]bool{}
 		for _, l := range s.listeners {
@@ -180,12 +180,71 @@ func match(own []listener, sibs []sibling) (steer map[netip.AddrPort][]probes.Li
 		default:
 			why = append(why, s.name+" does not take both of IPv4 and IPv6")
 		}
-		// One relay carries to one port: with several it cannot be told what a connection wants.
+		// With several it is not known which of its ports a connection wants.
 		if len(ownPorts) == 1 && len(ports) == 1 && !ports[own[0].addr.Port()] {
-			peers = append(peers, dialable(s.listeners[0].Local))
+			peers = append(peers, Peer{Address: dialable(s.listeners[0].Local)})
 		}
 	}
 	return steer, whom, peers, why
+}
+
+// Peer is another backend of the service, to which late connections can be relayed.
+type Peer struct {
+	// For is the port of this backend whose connections are carried there. 0 means the peer's own port, or whatever this
+	// backend has if it has one port only.
+	For     uint16
+	Address netip.AddrPort
+}
+
+func servicePorts(own []listener) map[uint16]bool {
+	ports := map[uint16]bool{}
+	for _, l := range own {
+		ports[l.addr.Port()] = true
+	}
+	return ports
+}
+
+// assign says for which of our ports each peer is. why says of those that are for none what is in the way.
+func assign(own []listener, peers []Peer) (to []proxy.Peer, why []string) {
+	ports := servicePorts(own)
+	for _, p := range peers {
+		q := proxy.Peer{Address: p.Address, For: p.For}
+		if p.For == 0 && len(ports) > 1 {
+			q.For = p.Address.Port()
+		}
+		switch {
+		case q.For != 0 && !ports[q.For]:
+			why = append(why, fmt.Sprintf("peer %s is for port %d, on which nothing listens here", p.Address, q.For))
+		case !slices.Contains(to, q):
+			to = append(to, q)
+		}
+	}
+	return to, why
+}
+
+// whole are the peers, if there is one for each of our ports: what comes to the others would have nowhere to go.
+func whole(own []listener, peers []proxy.Peer) (_ []proxy.Peer, why []string) {
+	for _, port := range slices.Sorted(maps.Keys(servicePorts(own))) {
+		if !slices.ContainsFunc(peers, func(p proxy.Peer) bool { return p.For == 0 || p.For == port }) {
+			why = append(why, fmt.Sprintf("no peer for port %[1]d can be reached: name one (%[1]d=ADDR:PORT), or leave the port out of the service", port))
+		}
+	}
+	if why != nil {
+		return nil, why
+	}
+	return peers, nil
+}
+
+// inWords says where peers are, and for which ports if it matters.
+func inWords(peers []proxy.Peer) string {
+	words := make([]string, len(peers))
+	for i, p := range peers {
+		words[i] = p.Address.String()
+		if p.For != 0 && p.For != p.Address.Port() {
+			words[i] += fmt.Sprintf(" (for port %d)", p.For)
+		}
+	}
+	return strings.Join(words, ", ")
 }
 
 // takes tells of which families a listener takes connections that were sent to it.
@@ -218,10 +277,11 @@ func dialable(a netip.AddrPort) netip.AddrPort {
 
 // dialAll dials each address once from the namespace, all at the same time, and returns those that answer in their
 // order. Ours are left out: what they take would come back.
-func dialAll(ctx context.Context, sp *space, own []listener, to []netip.AddrPort) (good []netip.AddrPort, why []string) {
+func dialAll(ctx context.Context, sp *space, own []listener, to []proxy.Peer) (good []proxy.Peer, why []string) {
 	errs := make([]error, len(to))
 	var wg sync.WaitGroup
-	for i, a := range to {
+	for i, p := range to {
+		a := p.Address
 		wg.Go(func() {
 			errs[i] = sp.in(func() error {
 				if isOwn(a, own) {
@@ -240,7 +300,7 @@ func dialAll(ctx context.Context, sp *space, own []listener, to []netip.AddrPort
 	wg.Wait()
 	for i, err := range errs {
 		if err != nil {
-			why = append(why, fmt.Sprintf("peer %s: %v", to[i], err))
+			why = append(why, fmt.Sprintf("peer %s: %v", to[i].Address, err))
 			continue
 		}
 		good = append(good, to[i])
