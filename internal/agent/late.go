@@ -784,10 +784,17 @@ func (l *late) tally(ctx context.Context, p *relay.Process) {
 		return
 	}
 	l.b.metrics.HeldConnections(l.b.service, s.Relay.Parked)
+	if over := l.count(p, s); over > 0 {
+		l.tell(fmt.Sprintf("%d more connections came than may wait, which are %d, and were reset", over, cmp.Or(l.o.park.Max, proxy.DefaultParkMax)), nil)
+	}
+}
+
+// count takes over what the relay has counted. over is how many it has reset since the last time because too many waited.
+func (l *late) count(p *relay.Process, s relay.Stats) (over uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.relay != p {
-		return
+		return 0
 	}
 	l.now = relayTotals{}
 	for _, c := range s.Late {
@@ -808,9 +815,13 @@ func (l *late) tally(ctx context.Context, p *relay.Process) {
 		}
 		if c.N > of[c.Result] {
 			l.b.metrics.LateConnections(l.b.service, metrics.LateAction(c.Action), result, int(c.N-of[c.Result]))
+			if c.Result == proxy.ResultOverflow {
+				over += c.N - of[c.Result]
+			}
 			of[c.Result] = c.N
 		}
 	}
+	return over
 }
 
 // view fills in what is known of late connections.

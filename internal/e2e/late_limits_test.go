@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"errors"
+	"io"
+	"net/http"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/ebbproxy/ebb/drain"
+)
+
+// Connections that wait for a successor are bounded in number and in time: what comes beyond the one is reset at once,
+// what has waited for the other is reset then, and events and metrics say so.
+func TestD9_AHoldIsBoundedAsConfigured(t *testing.T) {
+	n := newLAN(t)
+	r := n.run("web", with(wideBudget, "--service", "web", "--on-new", "hold", "--hold-max", "3", "--hold-for", "2s"), goServer(t, n.v4(8080))...)
+	hold := holdOpen(t, n.client, n.v4(8080))
+	r.must("drain", struct{}{})
+	failed := func() float64 {
+		return r.sample(`ebb_late_connections_total{action="hold",result="failed",service="web"}`)
+	}
+	const many = 5
+	started := time.Now()
+	resets := make(chan time.Duration, many)
+	for range many {
+		c := n.dialFrom(n.client, n.v4(8080))
+		go func() {
+			_ = c.SetReadDeadline(time.Now().Add(patience))
+			if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
+				t.Errorf("a connection that waits in vain: got %v, want a reset", err)
+			}
+			resets <- time.Since(started)
+		}()
+	}
+	var last time.Duration
+	for range many {
+		last = <-resets
+	}
+	if last < 2*time.Second {
+		t.Errorf("the last was reset after %v, want those that may wait to do so for 2s", last)
+	}
+	eventually(t, "all to be counted", func() bool { return failed() == many })
+	r.find("an event of what was too much", func(e drain.Event) bool {
+		return e.Type == drain.EventLate && strings.Contains(e.Message, "2 more connections came than may wait, which are 3")
+	})
+	hold.Close()
+	r.wait()
+}
+
+// servedBy is the name of the server that answers.
+func (c *httpConn) servedBy(t *testing.T) string {
+	t.Helper()
+	c.send(t, "/")
+	resp, err := http.ReadResponse(c.br, nil)
+	if err == nil {
+		_, err = io.Copy(io.Discard, resp.Body)
+	}
+	if err != nil {
+		t.Fatalf("ask who serves: %v", err)
+	}
+	resp.Body.Close()
+	return resp.Header.Get("X-Served-By")
+}
+
+// A service with two ports has peers for each: those of the same port, and those that are named for it. What comes late
+// goes to a peer of its own port. With a port that has none nothing is relayed, and it is said why.
+func TestC1_PeersOfTheirPorts(t *testing.T) {
+	n := newLAN(t)
+	one, two := newElsewhere(t, n.host, 8080, "-name", "one"), newElsewhere(t, n.host, 9000, "-name", "two")
+	argv := goServer(t, n.v4(8080), "-listen", n.v4(8081))
+	r := n.run("web", with(wideBudget, "--service", "web", "--peer", one.v4, "--peer", "8081="+two.v4), argv...)
+	eventually(t, "both ports to be found", func() bool { return len(r.backend().Listeners) == 2 })
+	hold := holdOpen(t, n.client, n.v4(8080))
+	r.must("drain", struct{}{})
+	b := r.backend()
+	chosen(t, b, drain.OnNewRelay)
+	if want := "to " + one.v4 + ", " + two.v4 + " (for port 8081)"; b.OnNew.Why != want {
+		t.Errorf("why: got %q, want %q", b.OnNew.Why, want)
+	}
+	if out := n.must("explain", "web"); !strings.Contains(out, two.v4+" (for port 8081)") {
+		t.Errorf("explain does not say where they go:\n%s", out)
+	}
+	for range 5 {
+		for port, want := range map[uint16]string{8080: "one", 8081: "two"} {
+			c := dialHTTP(t, n.client, n.v4(port))
+			if got := c.servedBy(t); got != want {
+				t.Fatalf("port %d: served by %q, want %s", port, got, want)
+			}
+			c.Close()
+		}
+	}
+	hold.Close()
+	r.wait()
+	if _, late := r.lateOf(); late.Relayed != 10 || late.Failed != 0 {
+		t.Errorf("got %+v, want 10 relayed and none failed", late)
+	}
+
+	r = n.run("web", with(wideBudget, "--service", "web", "--peer", one.v4), argv...)
+	eventually(t, "both ports to be found", func() bool { return len(r.backend().Listeners) == 2 })
+	r.signal(syscall.SIGTERM)
+	r.wait()
+	if b := r.result().Backend; b.OnNew.Chosen != drain.OnNewAdmit || !strings.Contains(b.OnNew.Why, "no peer for port 8081") {
+		t.Errorf("one port has no peer: got %s (%s), want admit and why", b.OnNew.Chosen, b.OnNew.Why)
+	}
+}
