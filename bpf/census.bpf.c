@@ -71,7 +71,13 @@ static __always_inline struct watch_rule *watched(const struct address *a)
 			break;
 		cgroup = BPF_CORE_READ(css, cgroup);
 	}
-	return NULL;
+
+	key.kind = WATCH_PORT;
+	key.id = 0;
+	key.addr.netns = a->netns;
+	key.addr.port = a->port;
+	key.addr.proto = a->proto;
+	return bpf_map_lookup_elem(&watch, &key);
 }
 
 static __always_inline void listening(struct sock *sk, void *storage, __u64 cookie, __u8 how,

@@ -440,13 +440,14 @@ enum watch_kind {
 	WATCH_PROCESS = 1,
 	WATCH_CGROUP = 2,
 	WATCH_ADDRESS = 3,
+	WATCH_PORT = 4, /* every address of a port: family and addr are zero */
 };
 
 struct watch_key {
 	__u32 kind;
 	__u32 pad;
 	__u64 id;	     /* process: global tgid; cgroup: its id */
-	struct address addr; /* address only */
+	struct address addr; /* address and port only */
 };
 
 enum watch_flag {

@@ -13,8 +13,12 @@ import (
 	"github.com/cilium/ebpf/ringbuf"
 )
 
-// ringBytes holds about 900 events; a full ring loses events, which are hints.
-const ringBytes = 64 << 10
+// A ring of one backend holds about 900 events, a shared one about 3,600: two for each listener of 1,000
+// backends that start at once, with room. A full ring loses events, which are hints.
+const (
+	ringBytes   = 64 << 10
+	sharedBytes = 256 << 10
+)
 
 // EventType says what happened to a listener.
 type EventType uint32
@@ -36,10 +40,11 @@ type Event struct {
 	Open         int64         // open and ending connections of that listener
 }
 
-// EventReader reads the events of one backend. Read and Close may be called concurrently.
+// EventReader reads the events of one backend, or of many. Its methods may be called concurrently.
 type EventReader struct {
-	ring *ebpf.Map
-	rd   *ringbuf.Reader
+	events *ebpf.Map // of the Host
+	ring   *ebpf.Map
+	rd     *ringbuf.Reader
 }
 
 // Events opens the events of a backend, for its one owner. What came while the backend had no owner is
@@ -48,22 +53,60 @@ func (h *Host) Events(backend uint64) (*EventReader, error) {
 	var ring *ebpf.Map
 	err := h.maps.Events.Lookup(backend, &ring)
 	if errors.Is(err, ebpf.ErrKeyNotExist) {
-		size := max(ringBytes, os.Getpagesize()) // the kernel wants a multiple of the page size
-		ring, err = ebpf.NewMap(&ebpf.MapSpec{Name: "ebb_ring", Type: ebpf.RingBuf, MaxEntries: uint32(size)})
+		r, err := h.newRing(ringBytes)
 		if err != nil {
-			return nil, fmt.Errorf("create ring of backend %d: %w", backend, err)
+			return nil, fmt.Errorf("open ring of backend %d: %w", backend, err)
 		}
-		if err := h.maps.Events.Put(backend, ring); err != nil {
-			return nil, errors.Join(fmt.Errorf("install ring of backend %d: %w", backend, err), ring.Close())
+		if err := r.Follow(backend); err != nil {
+			return nil, errors.Join(err, r.Close())
 		}
-	} else if err != nil {
+		return r, nil
+	}
+	if err != nil {
 		return nil, fmt.Errorf("open ring of backend %d: %w", backend, err)
 	}
+	r, err := h.readRing(ring)
+	if err != nil {
+		return nil, fmt.Errorf("open ring of backend %d: %w", backend, err)
+	}
+	return r, nil
+}
+
+// Ring makes a ring for an owner of many backends, which Follow adds: one descriptor, one thread that waits
+// and one buffer for all of them. What came before Follow is not in it; the levels are in the counts.
+func (h *Host) Ring() (*EventReader, error) {
+	r, err := h.newRing(sharedBytes)
+	if err != nil {
+		return nil, fmt.Errorf("open ring: %w", err)
+	}
+	return r, nil
+}
+
+func (h *Host) newRing(size int) (*EventReader, error) {
+	size = max(size, os.Getpagesize()) // the kernel wants a multiple of the page size
+	ring, err := ebpf.NewMap(&ebpf.MapSpec{Name: "ebb_ring", Type: ebpf.RingBuf, MaxEntries: uint32(size)})
+	if err != nil {
+		return nil, fmt.Errorf("create ring: %w", err)
+	}
+	return h.readRing(ring)
+}
+
+// readRing takes over the ring.
+func (h *Host) readRing(ring *ebpf.Map) (*EventReader, error) {
 	rd, err := ringbuf.NewReader(ring)
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("read ring of backend %d: %w", backend, err), ring.Close())
+		return nil, errors.Join(fmt.Errorf("read ring: %w", err), ring.Close())
 	}
-	return &EventReader{ring: ring, rd: rd}, nil
+	return &EventReader{events: h.maps.Events, ring: ring, rd: rd}, nil
+}
+
+// Follow sends the events of a backend to this ring from now on, and no longer to another one. RemoveBackend
+// ends it. Read the counts after it.
+func (r *EventReader) Follow(backend uint64) error {
+	if err := r.events.Put(backend, r.ring); err != nil {
+		return fmt.Errorf("follow events of backend %d: %w", backend, err)
+	}
+	return nil
 }
 
 // Read blocks until there is an event. After Close it returns an error that wraps os.ErrClosed.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 
 	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
 )
 
 // MaxPorts is how many ports a Watch can name in either list.
@@ -16,6 +17,7 @@ const (
 	watchProcess = uint32(iota + 1)
 	watchCgroup
 	watchAddress
+	watchPort
 )
 
 const watchNotSelf = 1
@@ -58,9 +60,21 @@ func (h *Host) WatchCgroup(id uint64, w Watch) error {
 	return h.watch(censusWatchKey{Kind: watchCgroup, Id: id}, fmt.Sprintf("cgroup %d", id), 0, w)
 }
 
-// WatchAddress watches exactly this address, whoever listens on it. It goes before the other kinds.
+// WatchAddress watches exactly this address, whoever listens on it. It goes before the other kinds: of several
+// watches that hold, the order is address, process, cgroup, port.
 func (h *Host) WatchAddress(a Address, w Watch) error {
 	return h.watch(censusWatchKey{Kind: watchAddress, Addr: a.kernel()}, a.String(), 0, w)
+}
+
+// WatchPort watches every address of a port in a network namespace, loopback ones in full, for listeners that
+// no other kind of watch claims. Only is ignored.
+func (h *Host) WatchPort(netns uint64, port uint16, w Watch) error {
+	w.Only = []uint16{port}
+	return h.watch(portKey(netns, port), fmt.Sprintf("port %d", port), 0, w)
+}
+
+func portKey(netns uint64, port uint16) censusWatchKey {
+	return censusWatchKey{Kind: watchPort, Addr: censusAddress{Netns: netns, Port: port, Proto: unix.IPPROTO_TCP}}
 }
 
 func (h *Host) watch(key censusWatchKey, what string, start uint64, w Watch) error {
@@ -99,6 +113,11 @@ func (h *Host) UnwatchCgroup(id uint64) error {
 // UnwatchAddress ends WatchAddress.
 func (h *Host) UnwatchAddress(a Address) error {
 	return h.unwatch(censusWatchKey{Kind: watchAddress, Addr: a.kernel()})
+}
+
+// UnwatchPort ends WatchPort.
+func (h *Host) UnwatchPort(netns uint64, port uint16) error {
+	return h.unwatch(portKey(netns, port))
 }
 
 func (h *Host) unwatch(key censusWatchKey) error {
