@@ -255,6 +255,9 @@ func ending(d api.Drain) string {
 	}
 	if c := d.Cut; c != nil {
 		s += fmt.Sprintf("; %s: %d closed by the application, %d destroyed, %d left", c.Method, c.Graceful, c.Destroyed, c.Left)
+		if c.InFlight > 0 {
+			s += fmt.Sprintf(", %d with a request in flight, whose result is unknown", c.InFlight)
+		}
 	}
 	if d.Retired > 0 {
 		s += fmt.Sprintf("; %s retired", plural(d.Retired, "idle connection"))
