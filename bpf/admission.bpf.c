@@ -91,10 +91,8 @@ static __always_inline bool assign(struct bpf_sk_lookup *ctx, struct admission *
 
 		if (i >= n)
 			break;
-		if (at >= n)
-			at = 0;
-		cookie = a->targets[at & (MAX_TARGETS - 1)];
-		at++;
+		/* A remainder and no branch: the verifier would follow both sides of each. */
+		cookie = a->targets[(at + i) % n & (MAX_TARGETS - 1)];
 		sk = bpf_map_lookup_elem(&targets, &cookie);
 		if (!sk)
 			continue; /* closed: the kernel took it out of the map */

@@ -93,6 +93,10 @@ func helper(args []string) int {
 		}
 		fmt.Println("refused")
 		io.Copy(io.Discard, os.Stdin)
+	case "many": // DIR BACKENDS NAMESPACES: an owner of so many idle backends
+		if err := many(args[1], args[2], args[3]); err != nil {
+			return fail(err)
+		}
 	default:
 		return fail(fmt.Errorf("no helper %q", args[0]))
 	}

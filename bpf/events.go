@@ -100,11 +100,23 @@ func (h *Host) readRing(ring *ebpf.Map) (*EventReader, error) {
 	return &EventReader{events: h.maps.Events, ring: ring, rd: rd}, nil
 }
 
-// Follow sends the events of a backend to this ring from now on, and no longer to another one. RemoveBackend
-// ends it. Read the counts after it.
-func (r *EventReader) Follow(backend uint64) error {
-	if err := r.events.Put(backend, r.ring); err != nil {
-		return fmt.Errorf("follow events of backend %d: %w", backend, err)
+// Follow sends the events of these backends to this ring from now on, and no longer to another one;
+// RemoveBackend ends it. Read the counts after it. Name many in one call: the kernel waits in each until no
+// program uses the map as it was (synchronize_rcu, about 13 ms; before Linux 6.8 for each backend).
+func (r *EventReader) Follow(backends ...uint64) error {
+	rings := make([]uint32, len(backends))
+	for i := range rings {
+		rings[i] = uint32(r.ring.FD())
+	}
+	_, err := r.events.BatchUpdate(backends, rings, nil)
+	if errors.Is(err, ebpf.ErrNotSupported) {
+		err = nil
+		for _, b := range backends {
+			err = errors.Join(err, r.events.Put(b, r.ring))
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("follow events: %w", err)
 	}
 	return nil
 }
