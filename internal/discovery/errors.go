@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package discovery
+
+import "errors"
+
+var (
+	// ErrNone means that nothing matches at the moment. The error that wraps it says why.
+	ErrNone = errors.New("no such workload")
+
+	// ErrAmbiguous means that a match finds processes that have nothing to do with each other.
+	ErrAmbiguous = errors.New("more than one workload matches")
+)
