@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"flag"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -271,9 +272,7 @@ func makeSchema(t *testing.T) []byte {
 		return s
 	}
 	with := func(path string, s map[string]any) map[string]any {
-		for k, v := range every[path] {
-			s[k] = v
-		}
+		maps.Copy(s, every[path])
 		return s
 	}
 	mapping = func(path string, keys []key) map[string]any {
