@@ -419,9 +419,9 @@ func TestShellWord(t *testing.T) {
 // The exit code of several drains is that of the worst.
 func TestWorst(t *testing.T) {
 	all := func(os ...drain.Outcome) int {
-		var ts []target
+		var ts []*target
 		for _, o := range os {
-			ts = append(ts, target{drain: api.Drain{Outcome: o}})
+			ts = append(ts, &target{drain: api.Drain{Outcome: o}})
 		}
 		return worst(ts)
 	}
@@ -431,6 +431,7 @@ func TestWorst(t *testing.T) {
 		{all(drain.OutcomeLost, drain.OutcomeExpired), 4},
 		{all(drain.OutcomeCancelled, drain.OutcomeDrained), 5},
 		{all(drain.OutcomeCancelled, drain.OutcomeExpired), 3},
+		{all(drain.OutcomeLost, "evaporated"), 1}, // of a newer ebb: not known to be good
 	} {
 		if tc.got != tc.want {
 			t.Errorf("got %d, want %d", tc.got, tc.want)

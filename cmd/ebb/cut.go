@@ -11,7 +11,10 @@ import (
 )
 
 func newCutCmd(env *environment) *cobra.Command {
-	var socket, reason string
+	var (
+		at     where
+		reason string
+	)
 	output := newWord("table", "table", "json", "yaml")
 	cmd := &cobra.Command{
 		Use:   "cut BACKEND",
@@ -23,14 +26,14 @@ on_deadline says.`,
 		Args:              exactly(1, "BACKEND"),
 		ValidArgsFunction: env.completeBackends,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return env.act(cmd.Context(), socket, args[0], output.value, "cut", func(ctx context.Context, b located) (api.Drain, string, error) {
+			return env.act(cmd.Context(), at, args[0], output.value, "cut", func(ctx context.Context, b located) (api.Drain, string, error) {
 				d, err := b.client.Cut(ctx, b.Name, api.CutRequest{Reason: reason})
 				return d, "its wait is over", err
 			})
 		},
 	}
 	cmd.Flags().StringVar(&reason, "reason", "", "why, for the journal and the report")
-	addAPI(cmd, &socket)
+	addAPI(cmd, &at)
 	addOutput(cmd, output)
 	return cmd
 }

@@ -3,12 +3,14 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"os/signal"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -36,7 +38,7 @@ func newDrainCmd(env *environment) *cobra.Command {
 	onDeadline := newWord("", "cut", "reset", "leave")
 	output := newWord("table", "table", "json", "yaml")
 	cmd := &cobra.Command{
-		Use:   "drain BACKEND|--all",
+		Use:   "drain BACKEND|--unit U|--all",
 		Short: "Drain a backend",
 		Long: `Drains a backend: readiness fails, new connections stop, those in flight finish,
 the application is told to flush, and what is left at the deadline is ended.
@@ -44,19 +46,35 @@ the application is told to flush, and what is left at the deadline is ended.
 A drain that runs already is joined: --grace may then shorten its deadline and
 never lengthens it; see ebb extend.
 
+--unit drains what a systemd unit runs: each backend that is matched by the unit, or
+whose main process is in its cgroup.
+
 With --wait the exit code is the outcome: 0 drained, 3 expired, 4 lost,
-5 cancelled. Interrupting the wait does not stop the drain; see ebb undrain.`,
+5 cancelled; of several, the worst. Interrupting the wait does not stop the drain;
+see ebb undrain.`,
 		Example: `  ebb drain web --wait --reason "kernel update"
   ebb drain web --grace 2m --on-new refuse
+  ebb drain --unit nginx --wait
   ebb drain --all`,
 		Args:              atMost(1),
 		ValidArgsFunction: env.completeBackends,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			switch {
-			case c.all && len(args) > 0:
-				return usagef("both BACKEND and --all are given; choose one")
-			case !c.all && len(args) == 0:
-				return usagef("BACKEND is missing; name one, or drain every backend with --all")
+			given := []string{}
+			if len(args) > 0 {
+				given = append(given, "BACKEND")
+			}
+			if c.unit != "" {
+				given = append(given, "--unit")
+			}
+			if c.all {
+				given = append(given, "--all")
+			}
+			switch len(given) {
+			case 0:
+				return usagef("BACKEND is missing; name one, or drain what a unit runs with --unit, or every backend with --all")
+			case 1:
+			default:
+				return usagef("both %s are given; choose one", strings.Join(given, " and "))
 			}
 			if cmd.Flags().Changed("grace") {
 				if grace <= 0 {
@@ -80,20 +98,25 @@ With --wait the exit code is the outcome: 0 drained, 3 expired, 4 lost,
 	f.StringVar(&c.request.Reason, "reason", "", "why, for the journal and the report")
 	f.BoolVar(&c.wait, "wait", false, "wait for the end and show how it goes")
 	f.BoolVar(&c.all, "all", false, "drain every backend")
-	complete(cmd, "on-new", []string{"auto", "admit", "refuse"})
+	f.StringVar(&c.unit, "unit", "", "drain what this systemd `unit` runs")
+	complete(cmd, "on-new", []string{"auto", "steer", "relay", "hold", "admit", "refuse"})
 	complete(cmd, "on-deadline", onDeadline.known)
-	addAPI(cmd, &c.socket)
+	addAPI(cmd, &c.at)
 	addOutput(cmd, output)
 	return cmd
 }
 
 // drainCall is one call of `ebb drain`.
 type drainCall struct {
-	socket, name string
-	all, wait    bool
-	format       string
-	request      api.DrainRequest
+	at         where
+	name, unit string
+	all, wait  bool
+	format     string
+	request    api.DrainRequest
 }
+
+// one says whether one backend is meant, by its name.
+func (c drainCall) one() bool { return c.name != "" }
 
 func (e *environment) drain(ctx context.Context, c drainCall) error {
 	targets, err := e.targets(ctx, c)
@@ -103,35 +126,98 @@ func (e *environment) drain(ctx context.Context, c drainCall) error {
 	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM)
 	defer stop()
 
-	var errs []error
-	for i := range targets {
-		t := &targets[i]
-		if c.wait {
-			// Before the drain begins: a process that drains itself may end, and leave, before a stream that is
-			// opened afterwards is accepted.
-			if t.stream, t.err = t.client.Follow(ctx, 0); t.err != nil {
-				errs = append(errs, fmt.Errorf("drain %s: %w", t.Name, t.err))
-				continue
-			}
-			defer t.stream.Close()
+	p := e.newProgress()
+	var wg sync.WaitGroup
+	for _, g := range byServer(targets) {
+		wg.Go(func() { e.drainGroup(ctx, c, g, p) })
+	}
+	wg.Wait()
+	p.clear()
+	if c.wait && ctx.Err() != nil {
+		return errors.New("the wait was interrupted; the drain goes on (take it back with ebb undrain)")
+	}
+	return e.sayDrains(c, targets)
+}
+
+// target is a backend that is drained, and how that went.
+type target struct {
+	located
+	drain api.Drain
+	err   error
+}
+
+// byServer are the targets of each server.
+func byServer(targets []*target) [][]*target {
+	var groups [][]*target
+	for _, t := range targets {
+		i := slices.IndexFunc(groups, func(g []*target) bool { return g[0].client == t.client })
+		if i < 0 {
+			groups = append(groups, nil)
+			i = len(groups) - 1
 		}
-		t.drain, t.err = t.client.Drain(ctx, t.Name, c.request)
-		switch {
-		case t.err != nil:
-			errs = append(errs, fmt.Errorf("drain %s: %w", t.Name, t.err))
-		case c.format == "table":
-			fmt.Fprintf(e.stdout, "%s: %s (drain %s), deadline %s, in %s\n", line(t.Name), t.drain.State, t.drain.ID,
-				clockTime(t.drain.Deadline), brief(time.Until(t.drain.Deadline)))
-			if !c.wait {
-				fmt.Fprintf(e.stdout, "see what blocks it with: ebb explain %s\n", shellWord(t.Name))
+		groups[i] = append(groups[i], t)
+	}
+	return groups
+}
+
+// beginAtOnce bounds the drains that one server is asked to begin at the same time.
+const beginAtOnce = 8
+
+// drainGroup drains the backends of one server.
+func (e *environment) drainGroup(ctx context.Context, c drainCall, g []*target, p *progress) {
+	var tail *api.Tail
+	if c.wait {
+		// Before the drains begin: a process that drains itself may end, and leave, before a stream that is
+		// opened afterwards is accepted.
+		var err error
+		if tail, err = openTail(ctx, g[0].client); err != nil {
+			for _, t := range g {
+				t.err = fmt.Errorf("drain %s: %w", t.Name, err)
 			}
+			return
+		}
+		defer tail.Close()
+	}
+	var wg sync.WaitGroup
+	places := make(chan struct{}, beginAtOnce)
+	for _, t := range g {
+		wg.Go(func() {
+			places <- struct{}{}
+			defer func() { <-places }()
+			if t.drain, t.err = t.client.Drain(ctx, t.Name, c.request); t.err != nil {
+				t.err = fmt.Errorf("drain %s: %w", t.Name, t.err)
+			}
+		})
+	}
+	wg.Wait()
+	if c.one() && c.format == "table" && g[0].err == nil {
+		d := g[0].drain
+		fmt.Fprintf(e.stdout, "%s: %s (drain %s), deadline %s, in %s\n", line(d.Backend), d.State, d.ID,
+			clockTime(d.Deadline), brief(time.Until(d.Deadline)))
+		if !c.wait {
+			fmt.Fprintf(e.stdout, "see what blocks it with: ebb explain %s\n", shellWord(d.Backend))
 		}
 	}
 	if c.wait {
-		errs = append(errs, e.await(ctx, targets)...)
+		awaitEnds(ctx, tail, g, p)
 	}
-	if c.format != "table" {
+}
+
+// sayDrains writes what came of the targets and returns the worst of it.
+func (e *environment) sayDrains(c drainCall, targets []*target) error {
+	var errs []error
+	for _, t := range targets {
+		if t.err != nil {
+			errs = append(errs, t.err)
+		}
+	}
+	switch {
+	case c.format != "table":
 		if err := e.writeDrains(c, targets); err != nil {
+			errs = append(errs, err)
+		}
+	case !c.one():
+		if err := e.drainTable(targets); err != nil {
 			errs = append(errs, err)
 		}
 	}
@@ -147,63 +233,77 @@ func (e *environment) drain(ctx context.Context, c drainCall) error {
 	return nil
 }
 
-// target is a backend that is drained, and how that went.
-type target struct {
-	located
-	stream *api.Stream // nil without --wait
-	drain  api.Drain
-	err    error
+func (e *environment) drainTable(targets []*target) error {
+	t := table{colour: e.colour(e.stdout)}
+	t.head("BACKEND", "SERVICE", "DRAIN", "RESULT")
+	for _, g := range targets {
+		result := cell{text: line(ending(g.drain)), paint: outcomeColour(&g.drain)}
+		switch {
+		case g.err != nil:
+			result = cell{text: line(g.err.Error()), paint: red}
+		case g.drain.Running():
+			result = cell{text: fmt.Sprintf("%s, deadline %s, in %s", g.drain.State, clockTime(g.drain.Deadline), brief(time.Until(g.drain.Deadline))), paint: yellow}
+		}
+		t.row(line(g.Name), line(g.Service), cmp.Or(g.drain.ID, "–"), result)
+	}
+	return t.write(e.stdout, "")
 }
 
-func (e *environment) targets(ctx context.Context, c drainCall) ([]target, error) {
-	if !c.all {
-		b, err := e.find(ctx, c.socket, c.name)
-		return []target{{located: b}}, err
+func (e *environment) targets(ctx context.Context, c drainCall) ([]*target, error) {
+	if c.one() {
+		b, err := e.find(ctx, c.at, c.name)
+		return []*target{{located: b}}, err
 	}
-	all, bad, err := e.backends(ctx, c.socket)
-	if err != nil {
+	all, bad, err := e.backends(ctx, c.at)
+	switch {
+	case err != nil:
 		return nil, err
-	}
-	if len(bad) > 0 {
+	case c.unit != "":
+		all, err = e.inUnit(c.unit, all, bad)
+	case len(bad) > 0:
 		hints := make([]string, len(bad))
 		for i, s := range bad {
 			hints[i] = s.hint()
 		}
-		return nil, fmt.Errorf("all cannot be drained, and nothing was: %s", strings.Join(hints, "; "))
+		err = fmt.Errorf("all cannot be drained, and nothing was: %s", strings.Join(hints, "; "))
+	case len(all) == 0:
+		err = fmt.Errorf("there is nothing to drain: no ebb runs here (no socket in %s)", strings.Join(api.RunDirs(e.getenv, e.uid), " or "))
 	}
-	if len(all) == 0 {
-		return nil, fmt.Errorf("there is nothing to drain: no ebb runs here (no socket in %s)", strings.Join(api.RunDirs(e.getenv, e.uid), " or "))
+	if err != nil {
+		return nil, err
 	}
-	var out []target
+	var out []*target
 	for _, b := range all {
-		out = append(out, target{located: b})
+		out = append(out, &target{located: b})
 	}
 	return out, nil
 }
 
-func (e *environment) writeDrains(c drainCall, targets []target) error {
+func (e *environment) writeDrains(c drainCall, targets []*target) error {
 	l := api.DrainList{Drains: []api.Drain{}}
 	for _, t := range targets {
-		if t.err == nil {
+		if t.drain.ID != "" {
 			l.Drains = append(l.Drains, t.drain)
 		}
 	}
-	if !c.all {
-		if len(l.Drains) == 0 {
-			return nil
-		}
-		return writeDocument(e.stdout, c.format, l.Drains[0])
+	if !c.one() {
+		return writeDocument(e.stdout, c.format, l)
 	}
-	return writeDocument(e.stdout, c.format, l)
+	if len(l.Drains) == 0 {
+		return nil
+	}
+	return writeDocument(e.stdout, c.format, l.Drains[0])
 }
 
-// worst is the exit code that stands for all outcomes.
-func worst(targets []target) int {
-	code := 0
-	rank := map[int]int{0: 0, exitCancelled: 1, exitExpired: 2, exitLost: 3}
+// worst is the exit code that stands for all outcomes. One that this version does not know is none that it could call good.
+func worst(targets []*target) int {
+	rank := []int{0, exitCancelled, exitExpired, exitLost, exitFailed}
+	at := 0
 	for _, t := range targets {
-		c := 0
+		c := exitFailed
 		switch t.drain.Outcome {
+		case drain.OutcomeDrained, "":
+			c = 0
 		case drain.OutcomeExpired:
 			c = exitExpired
 		case drain.OutcomeLost:
@@ -211,107 +311,104 @@ func worst(targets []target) int {
 		case drain.OutcomeCancelled:
 			c = exitCancelled
 		}
-		if rank[c] > rank[code] {
-			code = c
-		}
+		at = max(at, slices.Index(rank, c))
 	}
-	return code
+	return rank[at]
 }
 
-// await waits for the end of every drain that was begun.
-func (e *environment) await(ctx context.Context, targets []target) []error {
-	p := e.newProgress()
-	defer p.clear()
-	var wg sync.WaitGroup
-	for i := range targets {
-		t := &targets[i]
-		if t.err != nil {
-			continue
-		}
-		wg.Go(func() {
-			watching, stop := context.WithCancel(ctx)
-			var watcher sync.WaitGroup
-			if p.live {
-				watcher.Go(func() { p.watch(watching, t.client, t.Name) })
-			}
-			end, err := waitForEnd(ctx, t.client, t.stream, t.drain, p.event)
-			stop()
-			watcher.Wait()
-			t.drain, t.err = end, err
-			p.ended(t.Name, end, err)
-		})
+// How long a server that has gone is waited for: an agent, about as long as an application waits for it before it gives it
+// up (15 s); an `ebb run` hardly, since it ends with its command.
+const (
+	agentPatience = 15 * time.Second
+	runPatience   = time.Second
+)
+
+// openTail opens the events of a server, from the oldest on.
+func openTail(ctx context.Context, c *api.Client) (*api.Tail, error) {
+	patience := runPatience
+	if returns(c.Path()) {
+		patience = agentPatience
 	}
-	wg.Wait()
-	p.clear()
-	var errs []error
-	for _, t := range targets {
-		if t.err == nil {
-			continue
-		}
-		if ctx.Err() != nil {
-			return []error{errors.New("the wait was interrupted; the drain goes on (take it back with ebb undrain)")}
-		}
-		errs = append(errs, fmt.Errorf("wait for %s: %w", t.Name, t.err))
-	}
-	return errs
+	return c.Tail(ctx, 0, patience)
 }
 
 // errEndUnseen: the process that runs the drain ended without telling how the drain did.
 var errEndUnseen = errors.New("the process that ran the drain went away before its end was seen; its log and its --report file tell how it ended")
 
-// resumeDelay is the pause before a broken event stream is taken up again.
-const resumeDelay = 200 * time.Millisecond
+// awaitEnds reads the tail, which was opened before the drains began, until each of the targets, all of one server, has its
+// outcome or an error. The event, not a question, is what counts: the process that drains itself leaves right after
+// it.
+func awaitEnds(ctx context.Context, tail *api.Tail, g []*target, p *progress) {
+	c := g[0].client
+	pending := make(map[string]*target)
+	end := func(t *target, err error) {
+		delete(pending, t.drain.ID)
+		if t.err = err; err != nil {
+			t.err = fmt.Errorf("wait for %s: %w", t.Name, err)
+		}
+		p.ended(t.Name, t.drain, t.err)
+	}
+	for _, t := range g {
+		switch {
+		case t.err != nil:
+			// It has not begun.
+		case t.drain.Running():
+			pending[t.drain.ID] = t
+		default:
+			end(t, nil)
+		}
+	}
+	// look asks how the pending drains are, after events may have been missed.
+	look := func() {
+		for _, t := range pending {
+			switch now, err := c.DrainByID(ctx, t.drain.ID); {
+			case errors.Is(err, api.ErrUnknownDrain):
+				end(t, errEndUnseen)
+			case err == nil && !now.Running():
+				t.drain = now
+				end(t, nil)
+			}
+		}
+	}
+	watching, stop := context.WithCancel(ctx)
+	var watcher sync.WaitGroup
+	if p.live {
+		watcher.Go(func() { p.watch(watching, c, g) })
+	}
+	defer watcher.Wait()
+	defer stop()
 
-// waitForEnd reads the stream, which was opened before d began, until d has its outcome, hands each of d's events
-// to seen, and returns d as it ended. The event, not a question, is what counts: the process that drains
-// itself leaves right after it.
-func waitForEnd(ctx context.Context, c *api.Client, stream *api.Stream, d api.Drain, seen func(api.Event)) (api.Drain, error) {
-	from := uint64(0)
-	for {
-		var streamErr error
-		for ev, err := range stream.All() {
-			if err != nil {
-				streamErr = err
-				break
-			}
-			from = ev.Seq + 1
-			if ev.Drain != d.ID {
-				continue
-			}
-			learn(&d, ev)
-			if ev.Outcome == "" {
-				seen(ev)
-				continue
-			}
-			d.Outcome, d.Ended = ev.Outcome, &ev.Time
+	if len(pending) == 0 {
+		return
+	}
+	for ev, err := range tail.All() {
+		t := pending[ev.Drain]
+		switch {
+		case err != nil:
+			// The tail is over.
+		case ev.Type == api.EventLost:
+			look()
+		case t == nil:
+			// Of another drain.
+		case ev.Outcome == "":
+			learn(&t.drain, ev)
+			p.event(ev)
+		default:
+			learn(&t.drain, ev)
+			t.drain.Outcome, t.drain.Ended = ev.Outcome, &ev.Time
 			// It may still be there to tell the rest.
-			if full, err := c.DrainByID(ctx, d.ID); err == nil && full.Outcome == ev.Outcome {
-				d = full
+			if full, err := c.DrainByID(ctx, t.drain.ID); err == nil && full.Outcome == ev.Outcome {
+				t.drain = full
 			}
-			return d, nil
+			end(t, nil)
 		}
-		if ctx.Err() != nil {
-			return d, context.Cause(ctx)
+		if len(pending) == 0 {
+			return
 		}
-		// The stream ended without the outcome: either the process is gone, or only the stream is.
-		now, err := c.DrainByID(ctx, d.ID)
-		if err != nil {
-			return d, errors.Join(errEndUnseen, streamErr)
-		}
-		if !now.Running() {
-			return now, nil
-		}
-		pause := time.NewTimer(resumeDelay)
-		select {
-		case <-ctx.Done():
-			pause.Stop()
-			return d, context.Cause(ctx)
-		case <-pause.C:
-		}
-		if stream, err = c.Follow(ctx, from); err != nil {
-			return d, errors.Join(errEndUnseen, err)
-		}
-		defer stream.Close()
+	}
+	look()
+	for _, t := range pending {
+		end(t, errEndUnseen)
 	}
 }
 

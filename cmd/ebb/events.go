@@ -14,6 +14,7 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -27,7 +28,11 @@ func newEventsCmd(env *environment) *cobra.Command {
 		Short: "Show numbered events as JSON lines",
 		Long: `Shows what happened, one JSON object a line. The numbers (seq) are those of one
 process: go on after the last one seen with --from. Where the log no longer holds
-what was asked for, an event of type events.lost says so.`,
+what was asked for, an event of type events.lost says so.
+
+--follow goes on when the node agent is restarted, with no event shown twice; where
+its numbers have begun again, an event of type events.lost says so. It ends with the
+process that it follows where that is an ebb run.`,
 		Example: `  ebb events --follow
   ebb events web --from 120`,
 		Args:              atMost(1),
@@ -42,16 +47,17 @@ what was asked for, an event of type events.lost says so.`,
 	}
 	cmd.Flags().BoolVarP(&c.follow, "follow", "f", false, "go on with the events to come, until interrupted")
 	cmd.Flags().Uint64Var(&c.from, "from", 0, "begin at the event with this `number` (default: the oldest retained)")
-	addAPI(cmd, &c.socket)
+	addAPI(cmd, &c.at)
 	return cmd
 }
 
 // eventsCall is one call of `ebb events`.
 type eventsCall struct {
-	socket, name string
-	follow       bool
-	from         uint64
-	resume       bool // --from was given
+	at     where
+	name   string
+	follow bool
+	from   uint64
+	resume bool // --from was given
 }
 
 func (e *environment) events(ctx context.Context, c eventsCall) error {
@@ -112,10 +118,10 @@ func (c eventsCall) wants(ev api.Event) bool {
 
 func (e *environment) eventSources(ctx context.Context, c eventsCall) ([]*api.Client, []silent, error) {
 	if c.name != "" {
-		b, err := e.find(ctx, c.socket, c.name)
+		b, err := e.find(ctx, c.at, c.name)
 		return []*api.Client{b.client}, nil, err
 	}
-	found, err := e.sockets(ctx, c.socket)
+	found, err := e.sockets(ctx, c.at)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -133,7 +139,7 @@ func (e *environment) eventSources(ctx context.Context, c eventsCall) ([]*api.Cl
 	return clients, bad, nil
 }
 
-// followEvents shows events as they come, until the last of the processes has gone or ctx is over.
+// followEvents shows events as they come, until ctx is over or the last of the processes that do not come back has gone.
 func (e *environment) followEvents(ctx context.Context, c eventsCall, clients []*api.Client) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -144,7 +150,19 @@ func (e *environment) followEvents(ctx context.Context, c eventsCall, clients []
 	)
 	for _, cl := range clients {
 		wg.Go(func() {
-			for ev, err := range cl.Events(ctx, c.from, true) {
+			patience := time.Duration(0)
+			if returns(cl.Path()) {
+				patience = api.Forever
+			}
+			tail, err := cl.Tail(ctx, c.from, patience)
+			if err != nil {
+				mu.Lock()
+				defer mu.Unlock()
+				errs = append(errs, err)
+				return
+			}
+			defer tail.Close()
+			for ev, err := range tail.All() {
 				mu.Lock()
 				if err == nil && c.wants(ev) {
 					err = e.writeEvent(ev)

@@ -18,8 +18,8 @@ import (
 
 func newExplainCmd(env *environment) *cobra.Command {
 	var (
-		socket string
-		top    int
+		at  where
+		top int
 	)
 	output := newWord("table", "table", "json", "yaml")
 	cmd := &cobra.Command{
@@ -34,10 +34,10 @@ longest, who began the drain, what happens at the deadline, what to type next.`,
 			if top < 1 {
 				return usagef("--top %d is not greater than 0", top)
 			}
-			return env.explain(cmd.Context(), socket, args[0], top, output.value)
+			return env.explain(cmd.Context(), at, args[0], top, output.value)
 		},
 	}
-	addAPI(cmd, &socket)
+	addAPI(cmd, &at)
 	addOutput(cmd, output)
 	cmd.Flags().IntVar(&top, "top", 10, "how many connections to list")
 	return cmd
@@ -56,8 +56,8 @@ type nextStep struct {
 	Does    string `json:"does"`
 }
 
-func (e *environment) explain(ctx context.Context, socket, name string, top int, format string) error {
-	b, err := e.find(ctx, socket, name)
+func (e *environment) explain(ctx context.Context, at where, name string, top int, format string) error {
+	b, err := e.find(ctx, at, name)
 	if err != nil {
 		return err
 	}
@@ -192,11 +192,14 @@ func (x explanation) drainItems(item func(string, string, ...any), now time.Time
 }
 
 func atDeadline(d api.Drain, acts time.Time) string {
-	what := map[drain.OnDeadline]string{
+	what, ok := map[drain.OnDeadline]string{
 		drain.OnDeadlineCut:   "cut: each is shut for reading, may acknowledge, and is then destroyed",
 		drain.OnDeadlineReset: "reset at once",
 		drain.OnDeadlineLeave: "left alone",
 	}[d.Policy.OnDeadline]
+	if !ok {
+		what = fmt.Sprintf("treated by %q, a word of a newer ebb", string(d.Policy.OnDeadline))
+	}
 	return fmt.Sprintf("what is still open at %s is %s", clockTime(acts), what)
 }
 
@@ -344,7 +347,10 @@ func nextSteps(b api.Backend) []nextStep {
 			{"ebb undrain " + name, "take the drain back (until the flush)"},
 		}
 	case b.State == drain.StateDone || b.State == drain.StateLost:
-		return []nextStep{{"ebb events " + name, "see what happened"}}
+		return []nextStep{
+			{"ebb report " + name, "see what its drains did"},
+			{"ebb events " + name, "see what happened"},
+		}
 	}
 	return []nextStep{
 		{"ebb drain " + name + " --wait", "drain it"},

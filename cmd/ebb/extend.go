@@ -14,8 +14,9 @@ import (
 
 func newExtendCmd(env *environment) *cobra.Command {
 	var (
-		socket, reason string
-		by             time.Duration
+		at     where
+		reason string
+		by     time.Duration
 	)
 	output := newWord("table", "table", "json", "yaml")
 	cmd := &cobra.Command{
@@ -33,7 +34,7 @@ cannot go beyond the moment at which an orchestrator kills, where that is known.
 			if by <= 0 {
 				return usagef("--by %s is not greater than 0", by)
 			}
-			return env.act(cmd.Context(), socket, args[0], output.value, "extend", func(ctx context.Context, b located) (api.Drain, string, error) {
+			return env.act(cmd.Context(), at, args[0], output.value, "extend", func(ctx context.Context, b located) (api.Drain, string, error) {
 				d, err := b.client.Extend(ctx, b.Name, api.ExtendRequest{Extra: api.Duration(by), Reason: reason})
 				return d, fmt.Sprintf("deadline now %s, in %s", clockTime(d.Deadline), brief(time.Until(d.Deadline))), err
 			})
@@ -41,7 +42,7 @@ cannot go beyond the moment at which an orchestrator kills, where that is known.
 	}
 	cmd.Flags().DurationVar(&by, "by", 0, "by how much")
 	cmd.Flags().StringVar(&reason, "reason", "", "why, for the journal and the report")
-	addAPI(cmd, &socket)
+	addAPI(cmd, &at)
 	addOutput(cmd, output)
 	return cmd
 }

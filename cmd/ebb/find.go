@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -46,23 +47,48 @@ func (s silent) hint() string {
 	return s.err.Error() // names the path itself
 }
 
-// addAPI adds the flag that names a socket.
-func addAPI(cmd *cobra.Command, path *string) {
-	cmd.Flags().StringVar(path, "api", "", "ask this `socket` instead of all that are found")
+// where says whom to ask: the server at the address, or all that are found if it is empty.
+type where struct {
+	address string // a socket's path or a URL
+	proof   api.Proof
 }
 
-// sockets finds whom to ask: the socket at path, or all there are.
-func (e *environment) sockets(ctx context.Context, path string) ([]api.Found, error) {
-	if path == "" {
+// addAPI adds the flags that say whom to ask.
+func addAPI(cmd *cobra.Command, at *where) {
+	f := cmd.Flags()
+	f.StringVar(&at.address, "api", "", "ask at this `address`, a socket or https://HOST:PORT, instead of at all sockets that are found")
+	f.StringVar(&at.proof.TokenFile, "token-file", "", "`file` with the token for --api https://…")
+	f.StringVar(&at.proof.CA, "tls-ca", "", "`file` with the signer of the server's certificate")
+	f.StringVar(&at.proof.Cert, "tls-cert", "", "`file` with our certificate for --api https://…")
+	f.StringVar(&at.proof.Key, "tls-key", "", "`file` with its key")
+}
+
+// remote says whether the address is that of another host's server, perhaps.
+func remote(address string) bool { return strings.Contains(address, "://") }
+
+// returns says whether the server at an address is expected to come back when it ends: a node agent is, an `ebb run` ends with
+// its command.
+func returns(address string) bool {
+	return remote(address) || slices.Contains([]string{api.AgentSocket, api.AppSocket}, filepath.Base(address))
+}
+
+// sockets finds whom to ask.
+func (e *environment) sockets(ctx context.Context, at where) ([]api.Found, error) {
+	if at.address == "" {
 		return api.Discover(ctx, api.RunDirs(e.getenv, e.uid)...)
 	}
-	c, err := api.Dial(ctx, path)
-	return []api.Found{{Path: path, Client: c, Err: err}}, nil
+	f := api.Found{Path: at.address}
+	if remote(at.address) {
+		f.Client, f.Err = api.DialURL(at.address, at.proof)
+	} else {
+		f.Client, f.Err = api.Dial(ctx, at.address)
+	}
+	return []api.Found{f}, nil
 }
 
 // backends asks every socket at once and sorts what they say by name.
-func (e *environment) backends(ctx context.Context, path string) ([]located, []silent, error) {
-	found, err := e.sockets(ctx, path)
+func (e *environment) backends(ctx context.Context, at where) ([]located, []silent, error) {
+	found, err := e.sockets(ctx, at)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -100,8 +126,8 @@ func (e *environment) backends(ctx context.Context, path string) ([]located, []s
 }
 
 // find is the backend of that name.
-func (e *environment) find(ctx context.Context, path, name string) (located, error) {
-	all, bad, err := e.backends(ctx, path)
+func (e *environment) find(ctx context.Context, at where, name string) (located, error) {
+	all, bad, err := e.backends(ctx, at)
 	if err != nil {
 		return located{}, err
 	}
@@ -161,7 +187,7 @@ func (e *environment) completeBackends(cmd *cobra.Command, args []string, _ stri
 	if ctx == nil {
 		ctx = context.Background()
 	}
-	all, _, err := e.backends(ctx, "")
+	all, _, err := e.backends(ctx, where{})
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveError
 	}

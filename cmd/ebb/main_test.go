@@ -39,23 +39,51 @@ func startFake(runDir, name string, backends ...api.Backend) (*fake, error) {
 	if err := api.MakeRunDir(runDir, os.Getuid()); err != nil {
 		return nil, err
 	}
-	f := &fake{log: api.NewLog(api.LogOptions{})}
-	f.source = apitest.New(f.log, backends...)
-	srv, err := api.NewServer(api.Options{Source: f.source, Log: f.log})
-	if err != nil {
+	log := api.NewLog(api.LogOptions{})
+	return serveFake(apitest.New(log, backends...), log, door{api.RunSocket(runDir, name), api.Anyone()})
+}
+
+// startAgent is startFake for a node agent, whose socket of applications takes every process for one of the backend app. It
+// goes on with the source and the log of another if there is one.
+func startAgent(runDir, app string, source *apitest.Source, log *api.Log) (*fake, error) {
+	if err := api.MakeRunDir(runDir, os.Getuid()); err != nil {
 		return nil, err
 	}
-	ln, err := api.Listen(api.RunSocket(runDir, name))
+	source.Log = log
+	owns := func(context.Context, int) (string, bool) { return app, app != "" }
+	return serveFake(source, log,
+		door{filepath.Join(runDir, api.AgentSocket), api.Operators(0)}, door{filepath.Join(runDir, api.AppSocket), api.Apps(owns)})
+}
+
+// door is a socket and whom it is for.
+type door struct {
+	path   string
+	access api.Access
+}
+
+func serveFake(source *apitest.Source, log *api.Log, doors ...door) (*fake, error) {
+	f := &fake{source: source, log: log}
+	srv, err := api.NewServer(api.Options{Source: source, Log: log})
 	if err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	served := make(chan error, 1)
-	go func() { served <- srv.Serve(ctx, ln) }()
+	served := make(chan error, len(doors))
+	for _, d := range doors {
+		ln, err := api.Listen(d.path)
+		if err != nil {
+			cancel()
+			return nil, err
+		}
+		go func() { served <- srv.ServeAs(ctx, ln, d.access) }()
+	}
 	f.stop = func() error {
-		err := f.log.Close()
+		err := log.Close()
 		cancel()
-		return errors.Join(err, <-served)
+		for range doors {
+			err = errors.Join(err, <-served)
+		}
+		return err
 	}
 	return f, nil
 }
@@ -100,7 +128,12 @@ func TestScripts(t *testing.T) {
 			// Under the race detector each process would sleep for a second at its end.
 			env.Setenv("GORACE", "atexit_sleep_ms=0 "+os.Getenv("GORACE"))
 			env.Defer(func() {
+				stopped := make(map[*fake]bool)
 				for _, f := range fakes {
+					if stopped[f] {
+						continue // one agent of several backends
+					}
+					stopped[f] = true
 					if err := f.stop(); err != nil {
 						t.Errorf("stop the fake: %v", err)
 					}
@@ -112,6 +145,7 @@ func TestScripts(t *testing.T) {
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"exits": cmdExits,
 			"serve": cmdServe,
+			"agent": cmdAgent,
 			"ends":  cmdEnds,
 			"dead":  cmdDead,
 			"set":   cmdSet,
@@ -154,6 +188,26 @@ func cmdServe(ts *testscript.TestScript, neg bool, args []string) {
 			api.Straggler{Peer: "192.0.2.7:40000", Local: "192.0.2.1:80", Class: "stalled", Age: &age, Idle: &idle, Unacked: 4096, PID: 4243},
 			api.Straggler{Peer: "[2001:db8::7]:40001", Local: "[2001:db8::1]:80", Class: "active", Idle: &idle},
 		)
+		fakesOf(ts)[name] = f
+	}
+}
+
+// agent NAME… starts a fake node agent with those backends; each runs in the unit NAME.service, and every process belongs to
+// the first.
+func cmdAgent(ts *testscript.TestScript, neg bool, args []string) {
+	if len(args) == 0 {
+		ts.Fatalf("usage: agent NAME…")
+	}
+	var bs []api.Backend
+	for _, name := range args {
+		b := apitest.Web()
+		b.Name, b.Unit, b.PID = name, name+".service", 0
+		bs = append(bs, b)
+	}
+	log := api.NewLog(api.LogOptions{})
+	f, err := startAgent(ts.Getenv("EBB_RUN_DIR"), args[0], apitest.New(log, bs...), log)
+	ts.Check(err)
+	for _, name := range args {
 		fakesOf(ts)[name] = f
 	}
 }

@@ -129,6 +129,15 @@ func (t *table) row(cells ...any) {
 	t.rows = append(t.rows, r)
 }
 
+// head is the first row.
+func (t *table) head(names ...string) {
+	r := make([]cell, len(names))
+	for i, n := range names {
+		r[i] = cell{text: n, paint: bold}
+	}
+	t.rows = append(t.rows, r)
+}
+
 // write writes the table, each line after indent.
 func (t *table) write(w io.Writer, indent string) error {
 	var widths []int

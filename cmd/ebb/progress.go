@@ -5,6 +5,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -26,12 +27,13 @@ type progress struct {
 	mu    sync.Mutex
 	order []string
 	parts map[string]string // by backend
+	over  map[string]bool   // backends whose drain has ended
 	drawn bool
 }
 
 func (e *environment) newProgress() *progress {
 	columns, live := e.terminal(e.stderr)
-	return &progress{env: e, live: live, columns: columns, colour: e.colour(e.stderr), parts: make(map[string]string)}
+	return &progress{env: e, live: live, columns: columns, colour: e.colour(e.stderr), parts: make(map[string]string), over: make(map[string]bool)}
 }
 
 // event shows one event of a drain. On a terminal the live line shows the same.
@@ -48,14 +50,29 @@ func (p *progress) event(ev api.Event) {
 	fmt.Fprintf(p.env.stderr, "%s %s: %s\n", clockTime(ev.Time), line(ev.Backend), line(what))
 }
 
-// watch draws the live line until ctx is over.
-func (p *progress) watch(ctx context.Context, c *api.Client, name string) {
+// watch draws the live line of the targets, all of one server, until ctx is over.
+func (p *progress) watch(ctx context.Context, c *api.Client, g []*target) {
 	tick := time.NewTicker(liveInterval)
 	defer tick.Stop()
 	for {
 		// An answer that does not come leaves the line as it was: the event stream tells what became of it.
-		if b, err := c.Backend(ctx, name); err == nil {
-			p.set(name, liveText(b, time.Now()))
+		var (
+			bs  []api.Backend
+			err error
+		)
+		if len(g) == 1 {
+			var b api.Backend
+			b, err = c.Backend(ctx, g[0].Name)
+			bs = append(bs, b)
+		} else {
+			bs, err = c.Backends(ctx)
+		}
+		if err == nil {
+			for _, b := range bs {
+				if slices.ContainsFunc(g, func(t *target) bool { return t.Name == b.Name }) {
+					p.set(b.Name, liveText(b, time.Now()))
+				}
+			}
 		}
 		select {
 		case <-ctx.Done():
@@ -91,6 +108,9 @@ func liveText(b api.Backend, now time.Time) string {
 func (p *progress) set(name, text string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.over[name] {
+		return
+	}
 	if _, ok := p.parts[name]; !ok {
 		p.order = append(p.order, name)
 	}
@@ -107,6 +127,9 @@ func (p *progress) draw() {
 		}
 	}
 	text := strings.Join(parts, " | ")
+	if len(parts) > 1 {
+		text = fmt.Sprintf("%d left: %s", len(parts), text)
+	}
 	// A line that wraps could not be drawn over again.
 	if p.columns > 0 && utf8.RuneCountInString(text) >= p.columns {
 		text = string([]rune(text)[:p.columns-1])
@@ -121,6 +144,7 @@ func (p *progress) ended(name string, d api.Drain, err error) {
 	defer p.mu.Unlock()
 	p.erase()
 	delete(p.parts, name)
+	p.over[name] = true
 	if err == nil {
 		fmt.Fprintf(p.env.stderr, "%s: %s\n", line(name), paint(line(ending(d)), outcomeColour(&d), p.colour))
 		for _, s := range d.Survivors {

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -14,6 +15,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
 )
 
@@ -22,8 +24,8 @@ const watchInterval = time.Second
 
 func newStatusCmd(env *environment) *cobra.Command {
 	var (
-		socket string
-		watch  bool
+		at    where
+		watch bool
 	)
 	output := newWord("table", "table", "wide", "json", "yaml")
 	cmd := &cobra.Command{
@@ -44,18 +46,18 @@ A count that is not known is shown as ?, in JSON as null. It is not zero.`,
 				name = args[0]
 			}
 			if !watch {
-				return env.status(cmd.Context(), socket, name, output.value)
+				return env.status(cmd.Context(), at, name, output.value)
 			}
-			return env.watchStatus(cmd.Context(), socket, name, output.value)
+			return env.watchStatus(cmd.Context(), at, name, output.value)
 		},
 	}
-	addAPI(cmd, &socket)
+	addAPI(cmd, &at)
 	addOutput(cmd, output)
 	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "show it again every second, until interrupted")
 	return cmd
 }
 
-func (e *environment) watchStatus(ctx context.Context, socket, name, format string) error {
+func (e *environment) watchStatus(ctx context.Context, at where, name, format string) error {
 	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	_, screen := e.terminal(e.stdout)
@@ -68,7 +70,7 @@ func (e *environment) watchStatus(ctx context.Context, socket, name, format stri
 				return err
 			}
 		}
-		if err := e.status(ctx, socket, name, format); err != nil && ctx.Err() == nil {
+		if err := e.status(ctx, at, name, format); err != nil && ctx.Err() == nil {
 			return err
 		}
 		select {
@@ -84,7 +86,7 @@ func (e *environment) watchStatus(ctx context.Context, socket, name, format stri
 	}
 }
 
-func (e *environment) status(ctx context.Context, socket, name, format string) error {
+func (e *environment) status(ctx context.Context, at where, name, format string) error {
 	var (
 		list []located
 		bad  []silent
@@ -92,7 +94,7 @@ func (e *environment) status(ctx context.Context, socket, name, format string) e
 	)
 	if name != "" {
 		var b located
-		if b, err = e.find(ctx, socket, name); err != nil {
+		if b, err = e.find(ctx, at, name); err != nil {
 			return err
 		}
 		// One backend may be looked at more closely than all.
@@ -100,7 +102,7 @@ func (e *environment) status(ctx context.Context, socket, name, format string) e
 			return err
 		}
 		list = []located{b}
-	} else if list, bad, err = e.backends(ctx, socket); err != nil {
+	} else if list, bad, err = e.backends(ctx, at); err != nil {
 		return err
 	}
 	switch format {
@@ -136,14 +138,12 @@ func (e *environment) statusTable(list []located, wide bool) error {
 		return nil
 	}
 	t := table{colour: e.colour(e.stdout)}
-	head := []any{"BACKEND", "SERVICE", "STATE", "IN FLIGHT", "ACTIVE", "IDLE", "STALLED", "QUEUED", "DRAIN"}
+	head := []string{"BACKEND", "SERVICE", "STATE", "IN FLIGHT", "ACTIVE", "IDLE", "STALLED", "QUEUED", "DRAIN"}
 	if wide {
-		head = append(head, "GEN", "MODE", "PROTOCOL", "NEW", "DATAPATH", "HANDSHAKE", "UNUSED", "CLOSING", "PID", "OWNER", "LISTENERS")
+		head = append(head, "GEN", "MODE", "SINCE", "PROTOCOL", "NEW", "DATAPATH", "HANDSHAKE", "UNUSED", "CLOSING", "LATE", "WARNINGS", "UNIT",
+			"PID", "OWNER", "LISTENERS")
 	}
-	for i := range head {
-		head[i] = cell{text: fmt.Sprint(head[i]), paint: bold}
-	}
-	t.row(head...)
+	t.head(head...)
 	for _, b := range list {
 		c := b.Counts
 		row := []any{
@@ -151,8 +151,9 @@ func (e *environment) statusTable(list []located, wide bool) error {
 			number(c.Queued), drainCell(b.Drain),
 		}
 		if wide {
-			row = append(row, b.Gen, b.Mode, b.Protocol, b.OnNew.Chosen, guardedCell(b.Backend), number(c.Handshake), number(c.Unused),
-				number(c.Closing), b.PID, b.Owner.PID, listeners(b.Listeners))
+			row = append(row, b.Gen, b.Mode, sinceText(b.Backend, time.Now()), b.Protocol, b.OnNew.Chosen, guardedCell(b.Backend), number(c.Handshake),
+				number(c.Unused), number(c.Closing), lateText(b.Drain), warnings(b.Backend), line(cmp.Or(b.Unit, "–")), b.PID, b.Owner.PID,
+				listeners(b.Listeners))
 		}
 		t.row(row...)
 	}
@@ -172,6 +173,52 @@ func (e *environment) statusTable(list []located, wide bool) error {
 		}
 	}
 	return nil
+}
+
+// since is when a backend entered its state, as far as its last drain and its owner's start tell.
+func since(b api.Backend) time.Time {
+	d := b.Drain
+	switch {
+	case d == nil || b.State == drain.StateServing && d.Outcome != drain.OutcomeCancelled:
+		return b.Owner.Started
+	case d.Ended != nil:
+		return *d.Ended
+	case b.State == drain.StateFlushing:
+		for _, p := range d.Phases {
+			if p.Phase == drain.PhaseFlush {
+				return p.At
+			}
+		}
+	}
+	return d.Begun
+}
+
+func sinceText(b api.Backend, now time.Time) string {
+	s := since(b)
+	if now.Sub(s) < 12*time.Hour {
+		return clockTime(s)
+	}
+	return s.Local().Format("2006-01-02")
+}
+
+// lateText is the number of connections that have come since the drain began.
+func lateText(d *api.Drain) string {
+	if d == nil || d.Late == nil {
+		return "–"
+	}
+	return fmt.Sprint(d.Late.Admitted + d.Late.Refused + d.Late.Redirected + d.Late.Adopted)
+}
+
+// warnings is how many there are, which the lines below and `ebb explain` tell.
+func warnings(b api.Backend) cell {
+	n := len(b.Warnings)
+	if b.Drain != nil {
+		n += len(b.Drain.Warnings)
+	}
+	if n == 0 {
+		return cell{text: "0"}
+	}
+	return cell{text: fmt.Sprint(n), paint: yellow}
 }
 
 // drainCell is where the drain stands, in a few words.

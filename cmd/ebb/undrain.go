@@ -12,7 +12,10 @@ import (
 )
 
 func newUndrainCmd(env *environment) *cobra.Command {
-	var socket, reason string
+	var (
+		at     where
+		reason string
+	)
 	output := newWord("table", "table", "json", "yaml")
 	cmd := &cobra.Command{
 		Use:   "undrain BACKEND",
@@ -24,22 +27,22 @@ to end.`,
 		Args:              exactly(1, "BACKEND"),
 		ValidArgsFunction: env.completeBackends,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return env.act(cmd.Context(), socket, args[0], output.value, "undrain", func(ctx context.Context, b located) (api.Drain, string, error) {
+			return env.act(cmd.Context(), at, args[0], output.value, "undrain", func(ctx context.Context, b located) (api.Drain, string, error) {
 				d, err := b.client.Undrain(ctx, b.Name, api.UndrainRequest{Reason: reason})
 				return d, "serves again", err
 			})
 		},
 	}
 	cmd.Flags().StringVar(&reason, "reason", "", "why, for the journal and the report")
-	addAPI(cmd, &socket)
+	addAPI(cmd, &at)
 	addOutput(cmd, output)
 	return cmd
 }
 
 // act does one thing to one backend and says what came of it.
-func (e *environment) act(ctx context.Context, socket, name, format, verb string,
+func (e *environment) act(ctx context.Context, at where, name, format, verb string,
 	do func(context.Context, located) (api.Drain, string, error)) error {
-	b, err := e.find(ctx, socket, name)
+	b, err := e.find(ctx, at, name)
 	if err != nil {
 		return err
 	}
