@@ -12,10 +12,14 @@
 //	w, err := discovery.Watch(ctx, discovery.Options{})
 //	defer w.Close()
 //	var snap discovery.Snapshot
-//	for range w.Changed() {
+//	for ctx.Err() == nil {
 //		err := snap.Scan(ctx)
 //		web, err := snap.Find(ctx, discovery.Match{Unit: "web@blue.service"})
 //		errors.Is(err, discovery.ErrNone) // nothing there at the moment, and why
 //		w.Follow(web)
+//		select {
+//		case <-w.Changed():
+//		case <-ctx.Done():
+//		}
 //	}
 package discovery

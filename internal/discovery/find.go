@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	"github.com/ebbproxy/ebb/probes"
 )
@@ -262,6 +263,11 @@ func (s *Snapshot) isApart(p *process) bool {
 }
 
 func isApart(p *process) bool {
+	switch p.comm {
+	case "ebb", "exe", ownComm():
+	default:
+		return false // spares the reading of most
+	}
 	args, err := os.ReadFile("/proc/" + strconv.Itoa(p.pid) + "/cmdline")
 	if err != nil {
 		return false
@@ -279,3 +285,12 @@ func isApart(p *process) bool {
 	by, _ := filepath.Match("/proc/[0-9]*/exe", exe)
 	return by || exe == "ebb"
 }
+
+// ownComm is the name of this process.
+var ownComm = sync.OnceValue(func() string {
+	name, err := os.ReadFile("/proc/self/comm")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSuffix(string(name), "\n")
+})

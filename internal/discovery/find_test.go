@@ -15,6 +15,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -109,6 +110,25 @@ func TestReusePort(t *testing.T) {
 	a.stop()
 	if !eventually(func() bool { w, err := Find(t.Context(), m); return err == nil && w.Main == b.pid }) {
 		t.Error("what is left is not found")
+	}
+}
+
+// A container is one workload, and what has started it is none.
+func TestReusePortInContainers(t *testing.T) {
+	netnstest.LeakCheck(t)
+	ns := netnstest.New(t)
+	m := Match{Port: port, NetNS: ns.Path()}
+	a := launch(t, ns, "", "container", addr)
+	if w := find(t, m); w.Main == a.pid || !slices.Contains(a.pids, w.Main) || len(w.PIDs) != 3 {
+		t.Errorf("one: got %+v, want the child of %d in %v with two of its own", w, a.pid, a.pids)
+	}
+	a.stop()
+	if !eventually(func() bool { _, err := Find(t.Context(), m); return errors.Is(err, ErrNone) }) {
+		t.Fatal("it is still found after its end")
+	}
+	launch(t, ns, "", "runtime", addr)
+	if w, err := Find(t.Context(), m); !errors.Is(err, ErrAmbiguous) {
+		t.Errorf("two: got %+v, %v, want ErrAmbiguous", w, err)
 	}
 }
 
@@ -453,6 +473,16 @@ func TestScanWhileProcessesComeAndGo(t *testing.T) {
 	churn.Wait()
 }
 
+// cpu is what this process has used of its processors so far.
+func cpu(b *testing.B) time.Duration {
+	b.Helper()
+	var ru unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &ru); err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(ru.Utime.Nano() + ru.Stime.Nano())
+}
+
 // The time of a scan among many processes, and of the matches of a full node.
 func BenchmarkSnapshot(b *testing.B) {
 	netnstest.RequireRoot(b)
@@ -475,14 +505,17 @@ func BenchmarkSnapshot(b *testing.B) {
 	}
 	var s Snapshot
 	b.Run("scan", func(b *testing.B) {
+		before := cpu(b)
 		for b.Loop() {
 			if err := s.Scan(b.Context()); err != nil {
 				b.Fatal(err)
 			}
 		}
+		b.ReportMetric(float64(cpu(b)-before)/float64(b.N)/1e6, "cpu-ms/op")
 		b.ReportMetric(float64(len(s.procs)), "processes")
 	})
-	b.Run("scan+200", func(b *testing.B) {
+	b.Run("scan and 200 matches", func(b *testing.B) {
+		before := cpu(b)
 		for b.Loop() {
 			if err := s.Scan(b.Context()); err != nil {
 				b.Fatal(err)
@@ -497,5 +530,6 @@ func BenchmarkSnapshot(b *testing.B) {
 				}
 			}
 		}
+		b.ReportMetric(float64(cpu(b)-before)/float64(b.N)/1e6, "cpu-ms/op")
 	})
 }

@@ -47,9 +47,11 @@ func TestMain(m *testing.M) {
 // play is what such a process does. It says "ready" and the pids of its own making, and ends with its input.
 func play(args []string) error {
 	var pids []int
+	var clone uintptr // of what is started
 	start := func(files []*os.File, args ...string) error {
 		cmd := exec.Command("/proc/self/exe", append([]string{testArg}, args...)...)
 		cmd.ExtraFiles = files
+		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: clone}
 		in, err := cmd.StdinPipe() // its end comes with ours
 		if err != nil {
 			return err
@@ -90,6 +92,18 @@ func play(args []string) error {
 			if err := start(nil, "listen", args[1]); err != nil {
 				return err
 			}
+		}
+	case "runtime": // ADDR: two containers that listen
+		clone = unix.CLONE_NEWPID
+		for range 2 {
+			if err := start(nil, "listen", args[1]); err != nil {
+				return err
+			}
+		}
+	case "container": // ADDR: one whose first process starts two that listen
+		clone = unix.CLONE_NEWPID
+		if err := start(nil, "workers", args[1]); err != nil {
+			return err
 		}
 	case "inherit": // ADDR: a child has the listener too
 		l, err := listen(args[1], false)

@@ -151,10 +151,13 @@ func (s *Snapshot) readAt(dir int, name string) ([]byte, error) {
 		if errors.Is(err, unix.EINTR) {
 			continue
 		}
-		if err != nil || m == 0 {
-			return s.buf[:n], err
+		if err != nil {
+			return nil, err
 		}
-		n += m
+		// The kernel makes these files at once, and leaves out only what has no room.
+		if n += m; n < len(s.buf) {
+			return s.buf[:n], nil
+		}
 	}
 }
 

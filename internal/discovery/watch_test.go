@@ -214,7 +214,7 @@ func TestWatchControlGroups(t *testing.T) {
 	told(t, w, "a control group that is made again")
 	quiet(t, w)
 	w.Follow(Workload{CgroupPath: path})
-	a = launch(t, ns, group, "wait")
+	launch(t, ns, group, "wait")
 	told(t, w, "the first process of a control group that was made again")
 	w.Follow()
 	w.files.mu.Lock()
