@@ -127,7 +127,7 @@ func (h *Host) SetDrain(id uint64, d DrainMark) error {
 		k.Draining = 1
 	}
 	if err := h.maps.Drains.Put(id, &k); err != nil {
-		return fmt.Errorf("mark drain of backend %d: %w", id, err)
+		return fmt.Errorf("mark drain of backend %d: %w", id, room(h.maps.Drains, err))
 	}
 	return nil
 }

@@ -5,6 +5,10 @@ package bpf
 import (
 	"errors"
 	"fmt"
+	"io/fs"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
 )
 
 var (
@@ -32,11 +36,33 @@ var (
 	ErrNotSupported = errors.New("this kernel does not support it")
 	// ErrNoRule means that the address has no admission yet.
 	ErrNoRule = errors.New("no admission for this address")
+	// ErrFull means that a map of the installation has no room.
+	ErrFull = errors.New("is full: this host has more backends or listeners than an installation is made for, or what is gone was never removed; `ebb cleanup` removes everything")
 	// ErrInUse means that a listener still has connections or listens.
 	ErrInUse = errors.New("is still in use")
 
 	errNegative = errors.New("it would be below zero")
 )
+
+// room names the map of which an update says that it is full.
+func room(m *ebpf.Map, err error) error {
+	if !errors.Is(err, unix.E2BIG) {
+		return err
+	}
+	name := "map"
+	if info, err := m.Info(); err == nil {
+		name = "map " + info.Name
+	}
+	return fmt.Errorf("%s of %d entries %w", name, m.MaxEntries(), ErrFull)
+}
+
+// damaged says what it means that a pin cannot be opened.
+func damaged(what string, err error) error {
+	if errors.Is(err, fs.ErrPermission) {
+		return fmt.Errorf("open %s: %w", what, err)
+	}
+	return fmt.Errorf("open %s: %w: %w", what, err, ErrLayout)
+}
 
 // TakenError says whose something is. It wraps ErrTaken.
 type TakenError struct {

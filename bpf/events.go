@@ -116,7 +116,7 @@ func (r *EventReader) Follow(backends ...uint64) error {
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("follow events: %w", err)
+		return fmt.Errorf("follow events: %w", room(r.events, err))
 	}
 	return nil
 }

@@ -118,6 +118,9 @@ func Install(o Options) (*Host, error) {
 	if err != nil {
 		return nil, fmt.Errorf("install: %w", err)
 	}
+	if err := makeDirs(o.version()); err != nil {
+		return nil, errors.Join(fmt.Errorf("install: %w", err), h.Close())
+	}
 	if err := h.refresh(o.version()); err != nil {
 		return nil, errors.Join(fmt.Errorf("install: %w", err), h.Close())
 	}
@@ -163,7 +166,7 @@ func open(o Options) (*Host, error) {
 			continue
 		}
 		if err != nil {
-			return nil, errors.Join(fmt.Errorf("open %s: %w", name, err), h.Close())
+			return nil, errors.Join(damaged("link "+name, err), h.Close())
 		}
 		h.links[name] = l
 	}
@@ -194,7 +197,7 @@ func (h *Host) openMaps(version string) error {
 			return fmt.Errorf("map %s is missing: %w", name, ErrLayout)
 		}
 		if err != nil {
-			return fmt.Errorf("open map %s: %w", name, err)
+			return damaged("map "+name, err)
 		}
 		*p = m
 		if err := spec.Maps[name].Compatible(m); err != nil {
@@ -217,11 +220,9 @@ func create(o Options) (err error) {
 	if err != nil {
 		return err
 	}
-	aside := filepath.Join(o.Dir, o.layout.name+"-new-"+strconv.Itoa(os.Getpid()))
-	for _, dir := range []string{"", "maps", "links", "netns"} {
-		if err := os.Mkdir(filepath.Join(aside, dir), 0o700); err != nil {
-			return err
-		}
+	aside := aside(o.version())
+	if err := makeDirs(aside); err != nil {
+		return err
 	}
 	h := &Host{opts: o, links: map[string]link.Link{}, netns: map[uint64]link.Link{}}
 	defer func() {
@@ -254,7 +255,18 @@ func create(o Options) (err error) {
 	return os.Rename(aside, o.version())
 }
 
-// removeUnfinished removes what an installer that was killed left. Its maker is dead: the lock is ours.
+// makeDirs makes the directories of an installation, or those that it lacks.
+func makeDirs(version string) error {
+	for _, dir := range []string{"", "maps", "links", "netns"} {
+		if err := os.Mkdir(filepath.Join(version, dir), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// removeUnfinished removes what a process that was killed while it made or removed an installation left. It is
+// dead: the lock is ours.
 func (o Options) removeUnfinished() error {
 	names, err := versions(o.Dir)
 	if err != nil {
@@ -534,7 +546,7 @@ func (h *Host) Release() (removed bool, err error) {
 	if err != nil {
 		return false, fmt.Errorf("release: %w", err)
 	}
-	_, err = removeTree(h.opts.version(), true)
+	_, err = removeVersion(h.opts.version())
 	err = errors.Join(err, h.Close())
 	if rm := os.Remove(h.opts.Dir); rm != nil && !errors.Is(rm, fs.ErrNotExist) && !errors.Is(rm, unix.ENOTEMPTY) {
 		err = errors.Join(err, rm)

@@ -209,19 +209,6 @@ func TestD12_AnotherShapeIsRefused(t *testing.T) {
 	}
 }
 
-// An installation that was killed half-way is removed by the next one.
-func TestUnfinishedInstallationIsRemoved(t *testing.T) {
-	o := options(t)
-	netnstest.RequireRoot(t)
-	if err := os.MkdirAll(filepath.Join(o.Dir, "v1-new-1", "maps"), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	installed(t, o)
-	if names, err := versions(o.Dir); err != nil || len(names) != 1 {
-		t.Errorf("got %v, %v, want one version", names, err)
-	}
-}
-
 // A BPF file system can be open to all, so the directory may have been put there by another user.
 func TestDirectoryOfAnotherUserIsRefused(t *testing.T) {
 	o := options(t)

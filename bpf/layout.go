@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"sort"
+	"strconv"
 	"strings"
 	"time"
 
@@ -24,7 +25,7 @@ import (
 //	DIR/v1/maps/NAME      the maps of maps.h
 //	DIR/v1/links/NAME     the counting hooks
 //	DIR/v1/netns/ID       one admission link per namespace
-//	DIR/v1-new-PID        an installation that is being made
+//	DIR/v1-new-PID        an installation that is being made or removed
 //
 // The BPF file system refuses dots in names.
 const (
@@ -229,6 +230,21 @@ func removeTree(dir string, detach bool) ([]string, error) {
 		}
 	}
 	return removed, errors.Join(errs...)
+}
+
+// aside is where this process makes or removes an installation.
+func aside(version string) string { return version + "-new-" + strconv.Itoa(os.Getpid()) }
+
+// removeVersion removes an installation. It is put aside first, so that no part of it is ever taken for the whole.
+func removeVersion(version string) ([]string, error) {
+	aside := aside(version)
+	if err := os.Rename(version, aside); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, nil
+		}
+		return nil, err
+	}
+	return removeTree(aside, true)
 }
 
 // detachLink makes a link let go although a process holds it. Tracing links cannot; they go with

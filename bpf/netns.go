@@ -124,6 +124,9 @@ func (h *Host) AttachNetNS(fd int) (NetNS, error) {
 	if h.closed {
 		return NetNS{}, os.ErrClosed
 	}
+	if err := h.present(); err != nil {
+		return NetNS{}, fmt.Errorf("attach admission: %w", err)
+	}
 	pin := h.netnsPin(id)
 	l, err := link.LoadPinnedLink(pin, nil)
 	if err == nil && netnsInode(l) == uint32(st.Ino) {
@@ -136,7 +139,7 @@ func (h *Host) AttachNetNS(fd int) (NetNS, error) {
 			return NetNS{}, fmt.Errorf("remove stale admission: %w", err)
 		}
 	} else if !errors.Is(err, fs.ErrNotExist) {
-		return NetNS{}, fmt.Errorf("open admission: %w", err)
+		return NetNS{}, damaged("admission", err)
 	}
 	prog, err := h.loadAdmission(id)
 	if err != nil {

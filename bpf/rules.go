@@ -113,7 +113,7 @@ func (h *Host) SetBackend(id uint64, r BackendRule) error {
 		return fmt.Errorf("set rule of backend %d: %w", id, err)
 	}
 	if err := h.maps.Backends.Put(id, &k); err != nil {
-		return fmt.Errorf("set rule of backend %d: %w", id, err)
+		return fmt.Errorf("set rule of backend %d: %w", id, room(h.maps.Backends, err))
 	}
 	return nil
 }
@@ -212,7 +212,7 @@ func (h *Host) Admit(a Address, v6only bool, backend uint64) error {
 		err = h.maps.Admissions.Put(&key, &v)
 	}
 	if err != nil {
-		return fmt.Errorf("admit %s: %w", a, err)
+		return fmt.Errorf("admit %s: %w", a, room(h.maps.Admissions, err))
 	}
 	return nil
 }
@@ -224,7 +224,7 @@ func (h *Host) Pass(a Address, owner uint64) error {
 	v := censusAdmission{Backend: owner, Flags: admissionPass}
 	err := h.maps.Admissions.Update(&key, &v, ebpf.UpdateNoExist)
 	if err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
-		return fmt.Errorf("pass %s: %w", a, err)
+		return fmt.Errorf("pass %s: %w", a, room(h.maps.Admissions, err))
 	}
 	return nil
 }
@@ -319,7 +319,7 @@ func (h *Host) AddTarget(fd int, netns uint64) (cookie uint64, err error) {
 	// (CVE-2024-56664). Under the cookie it can only be this very socket.
 	err = h.maps.Targets.Update(cookie, uint64(fd), ebpf.UpdateNoExist)
 	if err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
-		return 0, fmt.Errorf("add target: %w", err)
+		return 0, fmt.Errorf("add target: %w", room(h.maps.Targets, err))
 	}
 	return cookie, nil
 }

@@ -169,7 +169,7 @@ func (h *Host) inherit(o *other, t *taker, backend uint64, pids []int) error {
 		}
 		// NOEXIST never undoes what a hook has added.
 		if err := h.maps.Counts.Update(cookie, fresh, ebpf.UpdateNoExist); err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
-			return fmt.Errorf("count listener %d: %w", cookie, err)
+			return fmt.Errorf("count listener %d: %w", cookie, room(h.maps.Counts, err))
 		}
 	}
 	order.Conns = 1
@@ -373,7 +373,7 @@ func (o *other) copy(name string, to *ebpf.Map, id uint64, flags ebpf.MapUpdateF
 		if errors.Is(err, ebpf.ErrKeyExist) {
 			return nil
 		}
-		return err
+		return room(to, err)
 	})
 }
 
@@ -436,7 +436,7 @@ func (o Options) removeUnused() error {
 			return nil
 		}
 		if err == nil {
-			_, err = removeTree(there.version, true)
+			_, err = removeVersion(there.version)
 		}
 		return err
 	})

@@ -95,7 +95,7 @@ func (h *Host) watch(key censusWatchKey, what string, start uint64, w Watch) err
 		err = h.maps.Watch.Put(&key, &v)
 	}
 	if err != nil {
-		return fmt.Errorf("watch %s: %w", what, err)
+		return fmt.Errorf("watch %s: %w", what, room(h.maps.Watch, err))
 	}
 	return nil
 }
