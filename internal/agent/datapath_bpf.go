@@ -22,11 +22,15 @@ import (
 type kernelDatapath struct {
 	opts bpf.Options
 	host *bpf.Host
-	id   uint64
-	rule bpf.BackendRule
-	w    bpf.Watch
-	log  *slog.Logger
-	why  []string
+	// shared says that host is not ours to close.
+	shared bool
+	// watchMore is kernelOptions.Watch.
+	watchMore func(*bpf.Host, bpf.Watch) error
+	id        uint64
+	rule      bpf.BackendRule
+	w         bpf.Watch
+	log       *slog.Logger
+	why       []string
 
 	hintc  chan hint
 	events *bpf.EventReader
@@ -49,7 +53,11 @@ type kernelDatapath struct {
 
 // kernelOptions says what a kernel datapath is for.
 type kernelOptions struct {
-	BPF     bpf.Options
+	BPF   bpf.Options
+	Host  *bpf.Host // of all backends of this process; nil: one of its own
+	NetNS *os.File  // the network namespace of the application; nil: ours
+	// Watch watches for listeners of a process that is not known yet; nil: all that descends from us is the application.
+	Watch   func(*bpf.Host, bpf.Watch) error
 	ID, Gen uint64
 	Enforce bool
 	Only    []uint16
@@ -64,12 +72,14 @@ type kernelOptions struct {
 // newKernelDatapath installs what the host lacks and registers the backend. Nothing is touched in the path of a
 // connection until refuse: an open backend without targets is SK_PASS.
 func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
-	host, err := bpf.Install(o.BPF)
-	if err != nil {
-		return nil, err
+	host := o.Host
+	if host == nil {
+		if host, err = bpf.Install(o.BPF); err != nil {
+			return nil, err
+		}
 	}
 	k := &kernelDatapath{
-		opts: o.BPF, host: host, id: o.ID, log: o.Log,
+		opts: o.BPF, host: host, shared: o.Host != nil, watchMore: o.Watch, id: o.ID, log: o.Log,
 		rule:  bpf.BackendRule{Action: bpf.ActionOpen, Enforce: o.Enforce, Gen: o.Gen, Standby: true, Bypass: o.Bypass},
 		w:     bpf.Watch{Backend: o.ID, Gen: o.Gen, Only: o.Only, Exclude: o.Exclude},
 		hintc: make(chan hint, 16), taken: map[netip.AddrPort]error{},
@@ -99,12 +109,14 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 	if err := k.sweep(o.Dead); err != nil {
 		return nil, err
 	}
-	ns, err := os.Open("/proc/thread-self/ns/net")
-	if err != nil {
-		return nil, fmt.Errorf("open network namespace: %w", err)
+	ns := o.NetNS
+	if ns == nil {
+		if ns, err = os.Open("/proc/thread-self/ns/net"); err != nil {
+			return nil, fmt.Errorf("open network namespace: %w", err)
+		}
+		defer ns.Close()
 	}
-	defer ns.Close()
-	if err := k.addSpace(int(ns.Fd()), true); err != nil {
+	if err := k.addSpace(int(ns.Fd()), o.NetNS == nil); err != nil {
 		return nil, err
 	}
 	if !host.Guarded() {
@@ -126,6 +138,9 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 // watchSelf watches all that descends from us, which is CMD's: as a subreaper we are an ancestor of what CMD orphans
 // too. CMD itself is watched as well, for the time when we are gone.
 func (k *kernelDatapath) watchSelf() error {
+	if k.watchMore != nil {
+		return k.watchMore(k.host, k.watchRule())
+	}
 	tgid, start, err := bpf.Self()
 	if err != nil {
 		return err
@@ -289,12 +304,19 @@ func (k *kernelDatapath) warnings() []string {
 
 // foreign names the programs of others that could overrule admission or disturb the census, and what that means.
 func (k *kernelDatapath) foreign() (why []string) {
-	ns, err := os.Open("/proc/thread-self/ns/net")
-	if err != nil {
-		return nil // then nothing of ours is attached either, which is said
+	if len(k.sps) == 0 {
+		return nil
 	}
-	defer ns.Close()
-	progs, err := bpf.Foreign(k.opts, int(ns.Fd()))
+	fd := k.sps[0].fd
+	if fd < 0 {
+		ns, err := os.Open("/proc/thread-self/ns/net")
+		if err != nil {
+			return nil // then nothing of ours is attached either, which is said
+		}
+		defer ns.Close()
+		fd = int(ns.Fd())
+	}
+	progs, err := bpf.Foreign(k.opts, fd)
 	if err != nil {
 		return []string{err.Error()}
 	}
@@ -888,14 +910,19 @@ func (k *kernelDatapath) close(remove bool) error {
 	}
 	if remove {
 		err = errors.Join(err, k.host.RemoveBackend(k.id))
-		_, rerr := k.host.Release()
-		err = errors.Join(err, rerr)
+		if !k.shared {
+			_, rerr := k.host.Release()
+			err = errors.Join(err, rerr)
+		}
 	}
 	for _, sp := range k.spaces() {
 		if sp.diag != nil {
 			err = errors.Join(err, sp.diag.Close())
 		}
 		closeFD(sp.fd)
+	}
+	if k.shared {
+		return err
 	}
 	return errors.Join(err, k.host.Close())
 }

@@ -20,6 +20,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ebbproxy/ebb/internal/discovery"
 	"github.com/ebbproxy/ebb/probes"
 )
 
@@ -48,12 +49,25 @@ type process struct {
 	pidfd *os.File
 	child bool // we are its parent and reap it
 
+	// members lists its processes where they are not one tree; nil: the main process and its descendants.
+	members  func() []int
+	workload discovery.Workload // by which it was found; zero: it was not
+	// foreign says that another manages its life: nothing of it is signalled but what a hook says, and nothing is killed.
+	foreign bool
+
 	once sync.Once
 	done chan struct{}
 	exit exit
 
 	mu    sync.Mutex
 	apart map[int]bool // processes below us that are not CMD's
+}
+
+// bygone is a process that has ended while nobody watched.
+func bygone(pid int, start uint64) *process {
+	p := &process{pid: pid, start: start, foreign: true, members: func() []int { return nil }, done: make(chan struct{})}
+	p.finish(exit{})
+	return p
 }
 
 // leaveOut says that a process below us is not CMD's: it is neither looked at, nor signalled, nor ended with it.
@@ -78,6 +92,9 @@ func (p *process) exited() <-chan struct{} { return p.done }
 
 // signal sends sig to CMD's main process. A process that is gone is no error: it has what it should have.
 func (p *process) signal(sig syscall.Signal) error {
+	if p.pidfd == nil {
+		return nil
+	}
 	err := unix.PidfdSendSignal(int(p.pidfd.Fd()), sig, nil, 0)
 	if errors.Is(err, unix.ESRCH) {
 		return nil
@@ -119,6 +136,12 @@ func (p *process) killAll() error {
 
 // descendants lists the living processes that are CMD's: its tree, and what was orphaned to us as the subreaper.
 func (p *process) descendants() []int {
+	if p.members != nil {
+		pids := p.members()
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return slices.DeleteFunc(pids, func(pid int) bool { return p.apart[pid] })
+	}
 	root := p.pid
 	if p.child {
 		root = os.Getpid() // orphans of CMD hang below us, and nothing else does
@@ -259,6 +282,9 @@ func exitCode(ws unix.WaitStatus) int {
 // watchPidfd waits for a process that is not our child. Its exit status is asked from the pidfd, which kernels
 // since 6.15 answer (PIDFD_INFO_EXIT, commit 7477d7dce48a); elsewhere it stays unknown.
 func (p *process) watchPidfd(ctx context.Context) {
+	if p.pidfd == nil {
+		return
+	}
 	fds := []unix.PollFd{{Fd: int32(p.pidfd.Fd()), Events: unix.POLLIN}}
 	for ctx.Err() == nil {
 		n, err := unix.Poll(fds, 200)
@@ -280,7 +306,12 @@ func (p *process) watchPidfd(ctx context.Context) {
 }
 
 // close releases the pidfd. The process is left alone.
-func (p *process) close() error { return p.pidfd.Close() }
+func (p *process) close() error {
+	if p.pidfd == nil {
+		return nil
+	}
+	return p.pidfd.Close()
+}
 
 // zombieExit reads how a process ended that nobody has reaped: field 52 of /proc/PID/stat (proc(5)), which shows a status
 // as wait does to whoever may trace it.
