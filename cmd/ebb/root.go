@@ -67,7 +67,7 @@ directory for sockets.`,
 		newRunCmd(env), newStatusCmd(env), newExplainCmd(env),
 		newDrainCmd(env), newUndrainCmd(env), newExtendCmd(env), newCutCmd(env),
 		newEventsCmd(env), newCheckCmd(env), newOpenCmd(env), newCleanupCmd(env),
-		newDemoCmd(env), newVersionCmd(env), newRelayCmd(env),
+		newDemoCmd(env), newVersionCmd(env), newRelayCmd(env), newSystemdCmd(env),
 	)
 	return root
 }

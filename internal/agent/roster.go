@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
 )
 
@@ -72,7 +71,7 @@ func (r roster) Drain(ctx context.Context, name string, q api.DrainRequest) (api
 	if err != nil {
 		return api.Drain{}, err
 	}
-	return m.beginDrain(ctx, drain.CauseOperator, q)
+	return m.beginDrain(ctx, q.Cause, q)
 }
 
 // Undrain implements api.Source.

@@ -6,16 +6,22 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
 	"iter"
+	"math"
 	"net"
 	"net/http"
+	"net/netip"
 	"net/url"
+	"os"
 	"strconv"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -29,10 +35,13 @@ const (
 )
 
 // Client talks to one server. Its methods may be called from any goroutine. Errors of the server are
-// *Problem and match the sentinels of this package with errors.Is.
+// *Problem and match the sentinels of this package with errors.Is. What a newer server adds to its answers is ignored, and a
+// word that this version does not know is kept as it is.
 type Client struct {
-	path string
-	http *http.Client
+	path  string // the socket, or the URL
+	base  string // of the URL of each request
+	token string
+	http  *http.Client
 }
 
 // Dial connects to the server at the Unix socket path and returns a client for it. ErrNotAnswering: the
@@ -58,13 +67,80 @@ func Dial(ctx context.Context, path string) (*Client, error) {
 	}
 	// The connection only told whether somebody is there; the transport makes its own.
 	_ = c.Close()
-	return &Client{path: path, http: &http.Client{
-		Transport: &http.Transport{
-			DialContext:     func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx) },
-			MaxIdleConns:    2,
-			IdleConnTimeout: idleTimeout / 2,
-		},
-	}}, nil
+	// The host is not used: the transport dials the socket.
+	return newClient(path, "http://ebb", &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx) },
+	}), nil
+}
+
+func newClient(path, base string, t *http.Transport) *Client {
+	t.MaxIdleConns, t.IdleConnTimeout = 2, idleTimeout/2
+	return &Client{path: path, base: base, http: &http.Client{
+		Transport: t,
+		// The API has none, and what proves who we are is for this server alone.
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}}
+}
+
+// Proof says how a client over TCP knows the server and proves who it is.
+type Proof struct {
+	CA        string // PEM file: who signs the server's certificate; empty: whom the system trusts
+	Cert, Key string // PEM files: the client's own certificate
+	TokenFile string // its one line is the bearer token
+}
+
+// DialURL is a client for the server at an http or https URL. Nothing is sent before the first request. A token is not sent
+// in the clear but to a loopback address.
+func DialURL(rawURL string, p Proof) (*Client, error) {
+	fail := func(err error) (*Client, error) { return nil, fmt.Errorf("connect to %s: %w", rawURL, err) }
+	u, err := url.Parse(rawURL)
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("connect to an API: %w", err)
+	case u.Scheme != "http" && u.Scheme != "https", u.Host == "", strings.Trim(u.Path, "/") != "", u.RawQuery != "", u.User != nil:
+		return fail(errors.New("it is not of the form https://HOST:PORT"))
+	case (p.Cert == "") != (p.Key == ""):
+		return fail(errors.New("a certificate and its key belong together: --tls-cert and --tls-key"))
+	case u.Scheme == "http" && p.Cert+p.CA != "":
+		return fail(errors.New("certificates need https"))
+	case u.Scheme == "http" && p.TokenFile != "" && !loopback(u.Hostname()):
+		return fail(errors.New("a token is not sent in the clear; use https"))
+	}
+	cfg := &tls.Config{MinVersion: tls.VersionTLS12}
+	if p.CA != "" {
+		pem, err := os.ReadFile(p.CA)
+		if err != nil {
+			return fail(err)
+		}
+		cfg.RootCAs = x509.NewCertPool()
+		if !cfg.RootCAs.AppendCertsFromPEM(pem) {
+			return fail(fmt.Errorf("%s holds no certificate in PEM", p.CA))
+		}
+	}
+	if p.Cert != "" {
+		pair, err := tls.LoadX509KeyPair(p.Cert, p.Key)
+		if err != nil {
+			return fail(err)
+		}
+		cfg.Certificates = []tls.Certificate{pair}
+	}
+	d := net.Dialer{Timeout: dialTimeout}
+	c := newClient(rawURL, u.Scheme+"://"+u.Host, &http.Transport{
+		DialContext: d.DialContext, TLSClientConfig: cfg, TLSHandshakeTimeout: dialTimeout,
+	})
+	if p.TokenFile != "" {
+		b, err := os.ReadFile(p.TokenFile)
+		if err != nil {
+			return fail(err)
+		}
+		c.token = strings.TrimSpace(string(b))
+	}
+	return c, nil
+}
+
+func loopback(host string) bool {
+	ip, err := netip.ParseAddr(host)
+	return host == "localhost" || err == nil && ip.IsLoopback()
 }
 
 // cause takes off the layers of net and os that repeat the path.
@@ -76,7 +152,7 @@ func cause(err error) error {
 	return err
 }
 
-// Path is the socket that the client talks to.
+// Path is the socket, or the URL, that the client talks to.
 func (c *Client) Path() string { return c.path }
 
 // Close drops idle connections. It is idempotent, and the client stays usable.
@@ -182,14 +258,15 @@ func (c *Client) open(ctx context.Context, from uint64, follow bool) (*Stream, e
 	if err != nil {
 		return nil, err
 	}
-	return &Stream{ctx: ctx, path: c.path, body: resp.Body}, nil
+	return &Stream{ctx: ctx, path: c.path, epoch: resp.Header.Get(epochHeader), body: resp.Body}, nil
 }
 
 // Stream is an open stream of events. It belongs to one goroutine.
 type Stream struct {
-	ctx  context.Context // that of the request; for the cause of its end
-	path string
-	body io.ReadCloser
+	ctx   context.Context // that of the request; for the cause of its end
+	path  string
+	epoch string // of its numbers; empty if the server does not tell
+	body  io.ReadCloser
 }
 
 // Close ends the stream. It is idempotent.
@@ -222,6 +299,106 @@ func (s *Stream) All() iter.Seq2[Event, error] {
 	}
 }
 
+// Forever is the patience of a Tail that does not end by itself.
+const Forever = time.Duration(math.MaxInt64)
+
+// Pauses between two attempts to reach a server that has gone.
+const (
+	firstPause = 100 * time.Millisecond
+	lastPause  = 2 * time.Second
+)
+
+// Tail is a stream of events that goes on when the server is restarted. It belongs to one goroutine.
+type Tail struct {
+	ctx      context.Context
+	client   *Client
+	stream   *Stream
+	next     uint64 // the number of the next event wanted
+	patience time.Duration
+}
+
+// Tail opens a stream like Follow does. When the stream ends it is opened again behind the last event, unless the server
+// has not come back for patience; with none the tail ends with its stream. No event is yielded twice. Where the numbers have
+// begun again, an EventLost says so and the new ones are yielded from their first on.
+func (c *Client) Tail(ctx context.Context, from uint64, patience time.Duration) (*Tail, error) {
+	s, err := c.Follow(ctx, from)
+	if err != nil {
+		return nil, err
+	}
+	return &Tail{ctx: ctx, client: c, stream: s, next: from, patience: patience}, nil
+}
+
+// Close ends the tail. It is idempotent.
+func (t *Tail) Close() error { return t.stream.Close() }
+
+// All yields the events. An error is yielded once, last; that the server ended in order and did not come back is none. It can
+// be used once.
+func (t *Tail) All() iter.Seq2[Event, error] {
+	return func(yield func(Event, error) bool) {
+		for {
+			var broken error
+			for ev, err := range t.stream.All() {
+				if err != nil {
+					broken = err
+					break
+				}
+				t.next = ev.Seq + 1
+				if !yield(ev, nil) {
+					return
+				}
+			}
+			last := t.next - 1
+			restarted, ok := t.reopen()
+			if !ok {
+				if broken != nil {
+					yield(Event{}, broken)
+				}
+				return
+			}
+			if restarted && !yield(lost(last, last, 0, "the log was restarted; its numbers begin again"), nil) {
+				return
+			}
+		}
+	}
+}
+
+// reopen opens the stream again. restarted: it begins again at its first number.
+func (t *Tail) reopen() (restarted, ok bool) {
+	epoch := t.stream.epoch
+	_ = t.stream.Close() // it has been read to its end
+	start, pause := time.Now(), firstPause
+	for t.patience > 0 && t.ctx.Err() == nil && time.Since(start) < t.patience {
+		// Even the first attempt waits: a server that is about to stop still answers.
+		wait := time.NewTimer(pause)
+		select {
+		case <-wait.C:
+		case <-t.ctx.Done():
+			wait.Stop()
+		}
+		pause = min(2*pause, lastPause)
+		s, err := t.client.Follow(t.ctx, t.next)
+		if err == nil && t.next > 0 && epoch != "" && s.epoch != epoch {
+			_ = s.Close() // nothing of it was read
+			restarted, t.next = true, 0
+			s, err = t.client.Follow(t.ctx, 0)
+		}
+		if err == nil {
+			t.stream = s
+			return restarted, true
+		}
+		if refused(err) {
+			break
+		}
+	}
+	return false, false
+}
+
+// refused says whether the server has answered that it never will.
+func refused(err error) bool {
+	var p *Problem
+	return errors.As(err, &p) && p.Status < 500 && p.Status != http.StatusTooManyRequests
+}
+
 // send makes a request and turns an answer that is not 2xx into its *Problem.
 func (c *Client) send(ctx context.Context, method, target string, body any) (*http.Response, error) {
 	var r io.Reader
@@ -232,13 +409,15 @@ func (c *Client) send(ctx context.Context, method, target string, body any) (*ht
 		}
 		r = bytes.NewReader(b)
 	}
-	// The host is not used: the transport dials the socket.
-	req, err := http.NewRequestWithContext(ctx, method, "http://ebb"+target, r)
+	req, err := http.NewRequestWithContext(ctx, method, c.base+target, r)
 	if err != nil {
 		return nil, fmt.Errorf("make a request: %w", err)
 	}
 	if body != nil {
 		req.Header.Set("Content-Type", "application/json")
+	}
+	if c.token != "" {
+		req.Header.Set("Authorization", "Bearer "+c.token)
 	}
 	resp, err := c.http.Do(req)
 	if err != nil {

@@ -20,7 +20,7 @@ func TestDecodeRequest(t *testing.T) {
 		{"\n", "", ""},
 		{`{}`, "", ""},
 		{`{"grace":"25s","on_new":"admit","on_deadline":"leave","reason":"deploy","gen":3}`, "", ""},
-		{`{"grce":"25s"}`, "grce", "gen, grace, on_deadline, on_new, reason"},
+		{`{"grce":"25s"}`, "grce", "cause, gen, grace, on_deadline, on_new, reason"},
 		{`{"Grace":"25s"}`, "Grace", "not a member"},
 		{`{"By":"root"}`, "By", "not a member"},
 		{`{"by":"root"}`, "by", "not a member"},
@@ -92,7 +92,7 @@ func FuzzDecodeRequest(f *testing.F) {
 	} {
 		f.Add([]byte(s))
 	}
-	known := map[string]bool{"grace": true, "on_new": true, "on_deadline": true, "reason": true, "gen": true}
+	known := map[string]bool{"grace": true, "on_new": true, "on_deadline": true, "reason": true, "gen": true, "cause": true}
 	f.Fuzz(func(t *testing.T, in []byte) {
 		var r DrainRequest
 		if err := decodeRequest(strings.NewReader(string(in)), &r); err != nil {

@@ -4,6 +4,7 @@ package api
 
 import (
 	"context"
+	"crypto/rand"
 	"slices"
 	"sync"
 	"time"
@@ -25,6 +26,7 @@ const maxKept = 32
 //
 // All methods may be called from any goroutine.
 type Log struct {
+	epoch  string
 	mu     sync.Mutex
 	ring   []Event // ring[seq % len(ring)]
 	first  uint64  // the number of the first event ever
@@ -41,6 +43,9 @@ type LogOptions struct {
 	// First is the number of the first event; 1 if 0. A process that goes on with the log of another
 	// sets it beyond the other's last, so that numbers are not used twice.
 	First uint64
+	// Epoch names the numbering; made up if empty. A process that goes on with the numbers of another takes its epoch over,
+	// so that its followers know that no number comes twice.
+	Epoch string
 }
 
 // NewLog returns an empty log.
@@ -51,7 +56,11 @@ func NewLog(o LogOptions) *Log {
 	if o.First == 0 {
 		o.First = 1
 	}
+	if o.Epoch == "" {
+		o.Epoch = rand.Text()
+	}
 	return &Log{
+		epoch: o.Epoch,
 		ring:  make([]Event, o.Size),
 		first: o.First,
 		next:  o.First,
@@ -106,6 +115,9 @@ func (l *Log) Forget(backend string) {
 	defer l.mu.Unlock()
 	delete(l.kept, backend)
 }
+
+// Epoch names the numbering of the log: where it is another one, the numbers have begun again.
+func (l *Log) Epoch() string { return l.epoch }
 
 // Last is the number of the newest event; 0 if there is none yet.
 func (l *Log) Last() uint64 {

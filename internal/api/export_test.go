@@ -2,6 +2,8 @@
 
 package api
 
+import "time"
+
 // RouteNames are the routes as "METHOD /path".
 func RouteNames() []string {
 	out := make([]string, len(routes))
@@ -10,3 +12,6 @@ func RouteNames() []string {
 	}
 	return out
 }
+
+// SetQueueTimeout sets how long a request waits for a place.
+func SetQueueTimeout(s *Server, d time.Duration) { s.patience = d }

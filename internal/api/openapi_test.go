@@ -176,6 +176,7 @@ func TestOpenAPIHasEveryWord(t *testing.T) {
 		{"Policy", "idle", words(drain.IdleIgnore, drain.IdleWait, drain.IdleClose)},
 		{"Policy", "notify_at", words(drain.NotifyAtBegin, drain.NotifyAtSettled)},
 		{"DrainRequest", "on_new", words(drain.OnNewAuto, drain.OnNewSteer, drain.OnNewRelay, drain.OnNewHold, drain.OnNewAdmit, drain.OnNewRefuse)},
+		{"DrainRequest", "cause", words(drain.CauseOperator, drain.CauseApp, drain.CausePrestop)},
 		{"DrainRequest", "on_deadline", words(drain.OnDeadlineCut, drain.OnDeadlineReset, drain.OnDeadlineLeave)},
 	} {
 		if got := enum(tc.schema, tc.field); !equal(got, tc.want) {

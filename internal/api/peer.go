@@ -4,11 +4,16 @@ package api
 
 import (
 	"context"
+	"crypto/tls"
+	"errors"
 	"fmt"
 	"net"
+	"os"
 	"os/user"
+	"slices"
 	"strconv"
 	"syscall"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -16,13 +21,15 @@ import (
 // peer is the process at the other end of a Unix socket when it connected (unix(7), SO_PEERCRED).
 type peer struct {
 	uid, pid int
+	groups   []int    // its effective group and its supplementary ones
+	pidfd    *os.File // nil if the kernel gives none; closed with the connection
 }
 
 // unknownPeer is that of any other connection.
-var unknownPeer = peer{uid: -1}
+var unknownPeer = &peer{uid: -1}
 
 // String names the user for a human: "alice (uid 1000)".
-func (p peer) String() string {
+func (p *peer) String() string {
 	if p.uid < 0 {
 		return "unknown"
 	}
@@ -33,44 +40,91 @@ func (p peer) String() string {
 	return "uid " + uid
 }
 
+// alive says whether the process that connected still has its pid: nobody else can have been given it. A
+// connection outlives the process that made it when a child has inherited it.
+func (p *peer) alive() bool {
+	if p.pidfd == nil {
+		return false
+	}
+	err := unix.PidfdSendSignal(int(p.pidfd.Fd()), 0, nil, 0)
+	return err == nil || errors.Is(err, unix.EPERM)
+}
+
 type peerKey struct{}
 
 // withPeer is the http.Server's ConnContext.
 func withPeer(ctx context.Context, c net.Conn) context.Context {
-	if l, ok := c.(*limitedConn); ok {
-		c = l.Conn
+	if t, ok := c.(*tls.Conn); ok {
+		c = t.NetConn()
 	}
-	return context.WithValue(ctx, peerKey{}, readPeer(c))
+	p := unknownPeer
+	if l, ok := c.(*limitedConn); ok {
+		p = readPeer(l.Conn)
+		l.pidfd = p.pidfd
+	}
+	return context.WithValue(ctx, peerKey{}, p)
 }
 
-func peerOf(ctx context.Context) peer {
-	if p, ok := ctx.Value(peerKey{}).(peer); ok {
+func peerOf(ctx context.Context) *peer {
+	if p, ok := ctx.Value(peerKey{}).(*peer); ok {
 		return p
 	}
 	return unknownPeer
 }
 
-func readPeer(c net.Conn) peer {
-	if c.LocalAddr().Network() != "unix" {
-		return unknownPeer
-	}
-	sc, ok := c.(syscall.Conn)
+func readPeer(c net.Conn) *peer {
+	u, ok := c.(*net.UnixConn)
 	if !ok {
 		return unknownPeer
 	}
-	raw, err := sc.SyscallConn()
+	raw, err := u.SyscallConn()
 	if err != nil {
 		return unknownPeer
 	}
-	var (
-		cred    *unix.Ucred
-		credErr error
-	)
+	p := unknownPeer
 	err = raw.Control(func(fd uintptr) {
-		cred, credErr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+		cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+		if err != nil {
+			return
+		}
+		p = &peer{uid: int(cred.Uid), pid: int(cred.Pid), groups: append(peerGroups(int(fd)), int(cred.Gid))}
+		// SO_PEERPIDFD (Linux 6.5) is the process that connected; without it, the one that has its pid right after.
+		n, err := unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PEERPIDFD)
+		if errors.Is(err, unix.ENOPROTOOPT) && p.pid > 0 {
+			n, err = unix.PidfdOpen(p.pid, 0)
+		}
+		if err == nil {
+			p.pidfd = os.NewFile(uintptr(n), "pidfd")
+		}
 	})
-	if err != nil || credErr != nil {
+	if err != nil {
 		return unknownPeer
 	}
-	return peer{uid: int(cred.Uid), pid: int(cred.Pid)}
+	return p
 }
+
+// peerGroups are the supplementary groups of the process that connected (SO_PEERGROUPS, Linux 4.13): what it has, not what
+// the group file says of its user.
+func peerGroups(fd int) []int {
+	gids := make([]uint32, 64)
+	for {
+		size := uint32(4 * len(gids))
+		_, _, errno := syscall.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.SOL_SOCKET, unix.SO_PEERGROUPS,
+			uintptr(unsafe.Pointer(&gids[0])), uintptr(unsafe.Pointer(&size)), 0)
+		n := int(size / 4)
+		switch {
+		case errno == unix.ERANGE && n > len(gids):
+			gids = make([]uint32, n) // size says how many there are
+			continue
+		case errno != 0:
+			return nil
+		}
+		out := make([]int, n)
+		for i, g := range gids[:n] {
+			out[i] = int(g)
+		}
+		return out
+	}
+}
+
+func (p *peer) in(gid int) bool { return slices.Contains(p.groups, gid) }

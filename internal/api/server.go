@@ -3,6 +3,7 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	_ "embed" // openapi.json
 	"encoding/json"
@@ -13,21 +14,27 @@ import (
 	"mime"
 	"net"
 	"net/http"
+	"os"
+	"path"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/ebbproxy/ebb/drain"
 )
 
-// Limits of the server. They bound what one client can cost; all are far above what the command line
-// needs.
+// Limits of the server, those of numbers for each listener. They bound what one client can cost; all are far above what
+// the command line needs.
 const (
 	maxBody        = 64 << 10
 	maxHeader      = 16 << 10
 	maxConns       = 128              // open connections; more wait in the backlog
-	maxActions     = 32               // requests answered at the same time
+	maxRequests    = 32               // requests answered at the same time
 	maxStreams     = 64               // followers of the event log
+	maxPerApp      = 8                // requests and followers of one application
+	queueTimeout   = 5 * time.Second  // for one of maxRequests to be over
 	maxStragglers  = 10_000           // rows of one answer
 	headerTimeout  = 5 * time.Second  // from accept to the end of the header
 	bodyTimeout    = 10 * time.Second // from accept to the end of the body
@@ -74,9 +81,9 @@ type Source interface {
 // Audit is the record of one action that somebody asked for over the API.
 type Audit struct {
 	Time    time.Time
-	UID     int // of the caller; -1 if the connection does not tell
-	PID     int // of the caller; 0 if the connection does not tell
-	By      string
+	UID     int    // of the caller; -1 if the connection does not tell
+	PID     int    // of the caller; 0 if the connection does not tell
+	By      string // the user, "certificate NAME", "token", or "unknown"
 	Action  string // drain, undrain, extend, cut
 	Backend string
 	Drain   string // its id, if there is one
@@ -97,11 +104,8 @@ type Options struct {
 
 // Server serves the API. Its methods may be called from any goroutine.
 type Server struct {
-	o       Options
-	handler http.Handler
-	probes  http.Handler
-	actions chan struct{}
-	streams chan struct{}
+	o        Options
+	patience time.Duration // queueTimeout; another one in tests
 }
 
 // NewServer returns a server that is not serving yet.
@@ -112,35 +116,48 @@ func NewServer(o Options) (*Server, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	s := &Server{o: o, actions: make(chan struct{}, maxActions), streams: make(chan struct{}, maxStreams)}
+	s := &Server{o: o, patience: queueTimeout}
 	if s.o.Audit == nil {
 		s.o.Audit = s.logAudit
 	}
-	s.handler = s.mux(routes)
-	s.probes = s.mux(slices.DeleteFunc(slices.Clone(routes), func(r route) bool { return !r.probe }))
 	return s, nil
 }
 
-// Serve answers the whole API on ln until ctx is over, then lets the answers under way finish: followers
-// of the event log get what is retained if the log has been closed. It closes ln. Nil when it stopped
-// because of ctx.
-//
-// Actions need to know their caller and are refused on a connection that is not a Unix socket.
+// Serve is ServeAs for [Anyone].
 func (s *Server) Serve(ctx context.Context, ln net.Listener) error {
-	return s.serve(ctx, ln, s.handler)
+	return s.ServeAs(ctx, ln, Anyone())
 }
 
-// ServeProbes answers /livez, /readyz, /readyz/NAME and /metrics alone, for a TCP address that probes and
-// Prometheus reach. Otherwise it is like Serve.
+// ServeAs answers on ln, to whom a admits, until ctx is over, then lets the answers under way finish: followers
+// of the event log get what is retained if the log has been closed. It closes ln. Nil when it stopped
+// because of ctx. A server may serve several listeners at once, each with limits of its own, so that those who ask over one
+// cannot keep those of another out.
+func (s *Server) ServeAs(ctx context.Context, ln net.Listener, a Access) error {
+	return s.serve(ctx, ln, a, routes)
+}
+
+// ServeProbes answers /livez, /readyz, /readyz/NAME and /metrics alone, to anyone, for a TCP address that probes and
+// Prometheus reach. Otherwise it is like ServeAs.
 func (s *Server) ServeProbes(ctx context.Context, ln net.Listener) error {
-	return s.serve(ctx, ln, s.probes)
+	return s.serve(ctx, ln, Anyone(), slices.DeleteFunc(slices.Clone(routes), func(r route) bool { return r.kind != probe }))
 }
 
-func (s *Server) serve(ctx context.Context, ln net.Listener, h http.Handler) error {
+func (s *Server) serve(ctx context.Context, ln net.Listener, a Access, rs []route) error {
+	limited := limitListener(ln, maxConns)
+	if a.listen != nil {
+		var err error
+		if limited, err = a.listen(limited); err != nil {
+			return errors.Join(fmt.Errorf("serve the API: %w", err), ln.Close())
+		}
+	}
+	e := &entrance{
+		Server: s, admit: a.admit, requests: make(chan struct{}, maxRequests), streams: make(chan struct{}, maxStreams),
+		apps: make(map[string]int),
+	}
 	stopping, stop := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer stop(nil)
 	srv := &http.Server{
-		Handler:           h,
+		Handler:           e.mux(rs),
 		MaxHeaderBytes:    maxHeader,
 		ReadHeaderTimeout: headerTimeout,
 		ReadTimeout:       bodyTimeout,
@@ -154,7 +171,7 @@ func (s *Server) serve(ctx context.Context, ln net.Listener, h http.Handler) err
 		ConnContext: withPeer,
 	}
 	served := make(chan error, 1)
-	go func() { served <- srv.Serve(limitListener(ln, maxConns)) }()
+	go func() { served <- srv.Serve(limited) }()
 	select {
 	case err := <-served:
 		return fmt.Errorf("serve the API on %s: %w", ln.Addr(), err)
@@ -210,41 +227,65 @@ func (l *limitedListener) Close() error {
 type limitedConn struct {
 	net.Conn
 	release func()
+	pidfd   *os.File // of the peer, nil if it has none; closed with the connection
 }
 
 func (c *limitedConn) Close() error {
 	defer c.release()
+	if c.pidfd != nil {
+		_ = c.pidfd.Close() // nothing was written
+	}
 	return c.Conn.Close()
 }
 
 // route is one operation of the API.
 type route struct {
 	method, path string
-	probe        bool // also served by ServeProbes
+	kind         kind
+	app          bool // an application may ask for it, of its own backend
 	handle       func(*Server, http.ResponseWriter, *http.Request) error
 }
 
+type kind int
+
+const (
+	look   kind = iota
+	action      // does something, and is audited
+	stream      // may stay for ever
+	probe       // also served by ServeProbes, and does not wait behind others
+)
+
 // routes is the whole API; a test compares it with openapi.json.
 var routes = []route{
-	{"GET", "/v1/backends", false, (*Server).getBackends},
-	{"GET", "/v1/backends/{name}", false, (*Server).getBackend},
-	{"GET", "/v1/backends/{name}/stragglers", false, (*Server).getStragglers},
-	{"POST", "/v1/backends/{name}/drain", false, (*Server).postDrain},
-	{"POST", "/v1/backends/{name}/undrain", false, (*Server).postUndrain},
-	{"POST", "/v1/backends/{name}/extend", false, (*Server).postExtend},
-	{"POST", "/v1/backends/{name}/cut", false, (*Server).postCut},
-	{"GET", "/v1/drains", false, (*Server).getDrains},
-	{"GET", "/v1/drains/{id}", false, (*Server).getDrain},
-	{"GET", "/v1/events", false, (*Server).getEvents},
-	{"GET", "/livez", true, (*Server).getLive},
-	{"GET", "/readyz", true, (*Server).getReady},
-	{"GET", "/readyz/{name}", true, (*Server).getBackendReady},
-	{"GET", "/metrics", true, (*Server).getMetrics},
-	{"GET", "/openapi.json", false, (*Server).getOpenAPI},
+	{"GET", "/v1/backends", look, true, (*Server).getBackends},
+	{"GET", "/v1/backends/{name}", look, true, (*Server).getBackend},
+	{"GET", "/v1/backends/{name}/stragglers", look, true, (*Server).getStragglers},
+	{"POST", "/v1/backends/{name}/drain", action, true, (*Server).postDrain},
+	{"POST", "/v1/backends/{name}/undrain", action, false, (*Server).postUndrain},
+	{"POST", "/v1/backends/{name}/extend", action, false, (*Server).postExtend},
+	{"POST", "/v1/backends/{name}/cut", action, false, (*Server).postCut},
+	{"GET", "/v1/drains", look, true, (*Server).getDrains},
+	{"GET", "/v1/drains/{id}", look, true, (*Server).getDrain},
+	{"GET", "/v1/events", stream, true, (*Server).getEvents},
+	{"GET", "/livez", probe, true, (*Server).getLive},
+	{"GET", "/readyz", probe, false, (*Server).getReady},
+	{"GET", "/readyz/{name}", probe, true, (*Server).getBackendReady},
+	{"GET", "/metrics", probe, false, (*Server).getMetrics},
+	{"GET", "/openapi.json", look, true, (*Server).getOpenAPI},
+}
+
+// entrance is the way in over one listener: who is admitted, and how many at once.
+type entrance struct {
+	*Server
+	admit             func(*http.Request) (caller, error)
+	requests, streams chan struct{}
+
+	mu   sync.Mutex
+	apps map[string]int // requests and streams by the backend whose application asks
 }
 
 // mux answers with problem documents where http.ServeMux would answer in plain text.
-func (s *Server) mux(rs []route) http.Handler {
+func (e *entrance) mux(rs []route) http.Handler {
 	byPath := make(map[string]map[string]route)
 	var paths []string
 	for _, r := range rs {
@@ -257,7 +298,7 @@ func (s *Server) mux(rs []route) http.Handler {
 	mux := http.NewServeMux()
 	for path, methods := range byPath {
 		mux.HandleFunc(path, func(w http.ResponseWriter, req *http.Request) {
-			s.dispatch(w, req, methods)
+			e.dispatch(w, req, methods)
 		})
 	}
 	mux.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
@@ -269,7 +310,7 @@ func (s *Server) mux(rs []route) http.Handler {
 	return mux
 }
 
-func (s *Server) dispatch(w http.ResponseWriter, req *http.Request, methods map[string]route) {
+func (e *entrance) dispatch(w http.ResponseWriter, req *http.Request, methods map[string]route) {
 	method := req.Method
 	if method == http.MethodHead {
 		method = http.MethodGet
@@ -291,23 +332,111 @@ func (s *Server) dispatch(w http.ResponseWriter, req *http.Request, methods map[
 		})
 		return
 	}
-	// A probe must not wait behind others, and a follower stays for ever and has a limit of its own.
-	if !r.probe && r.path != "/v1/events" {
-		select {
-		case s.actions <- struct{}{}:
-			defer func() { <-s.actions }()
-		case <-req.Context().Done():
-			return
-		}
+	c, err := e.admit(req)
+	req = req.WithContext(context.WithValue(req.Context(), callerKey{}, c))
+	if err == nil {
+		err = c.may(r, req.PathValue("name"))
 	}
+	var leave func()
+	if err == nil {
+		leave, err = e.enter(req.Context(), r, c)
+	}
+	if err != nil {
+		if r.kind == action {
+			e.audit(req, Audit{Err: err})
+		}
+		writeProblem(w, e.problem(req.Context(), err))
+		return
+	}
+	defer leave()
 	req.Body = http.MaxBytesReader(w, req.Body, maxBody)
-	if err := r.handle(s, w, req); err != nil {
-		writeProblem(w, s.problem(req.Context(), err))
+	if err := r.handle(e.Server, w, req); err != nil {
+		writeProblem(w, e.problem(req.Context(), err))
 	}
 }
 
+// may refuses an application what is not for applications, or not its own.
+func (c caller) may(r route, name string) error {
+	switch {
+	case c.backend == "":
+		return nil
+	case !r.app:
+		return forbidden("%s %s is for operators", r.method, r.path)
+	case name != "" && name != c.backend:
+		return forbidden("an application may ask about its own backend only, which is %q", c.backend)
+	}
+	return nil
+}
+
+// enter takes a place among those who are answered, for which it waits a little. leave gives it back.
+func (e *entrance) enter(ctx context.Context, r route, c caller) (leave func(), err error) {
+	if r.kind == probe {
+		return func() {}, nil
+	}
+	if c.backend != "" {
+		e.mu.Lock()
+		full := e.apps[c.backend] == maxPerApp
+		if !full {
+			e.apps[c.backend]++
+		}
+		e.mu.Unlock()
+		if full {
+			return nil, &Problem{
+				Title: "too many requests", Status: http.StatusTooManyRequests, retry: true,
+				Detail: fmt.Sprintf("%d requests and followers of this application are being answered", maxPerApp),
+			}
+		}
+	}
+	places, patience, of := e.requests, e.patience, "requests are being answered"
+	if r.kind == stream {
+		places, patience, of = e.streams, 0, "readers follow the events already; end one of them"
+	}
+	leave = func() {
+		<-places
+		e.leaveApp(c.backend)
+	}
+	select {
+	case places <- struct{}{}:
+		return leave, nil
+	default:
+	}
+	wait, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	select {
+	case places <- struct{}{}:
+		return leave, nil
+	case <-wait.Done():
+		e.leaveApp(c.backend)
+		return nil, &Problem{
+			Title: "busy", Status: http.StatusServiceUnavailable, retry: true, Detail: fmt.Sprintf("%d %s", cap(places), of),
+		}
+	}
+}
+
+func (e *entrance) leaveApp(backend string) {
+	if backend == "" {
+		return
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.apps[backend]--; e.apps[backend] == 0 {
+		delete(e.apps, backend)
+	}
+}
+
+// own are those of vs that the caller may see.
+func own[T any](ctx context.Context, vs []T, backend func(T) string) []T {
+	c := callerOf(ctx)
+	return orEmpty(slices.DeleteFunc(slices.Clone(vs), func(v T) bool { return !c.sees(backend(v)) }))
+}
+
 func (s *Server) getBackends(w http.ResponseWriter, req *http.Request) error {
-	return writeJSON(w, BackendList{orEmpty(s.o.Source.Backends(req.Context()))})
+	return writeJSON(w, BackendList{s.backends(req.Context())})
+}
+
+// backends are those that the caller may see.
+func (s *Server) backends(ctx context.Context) []Backend {
+	return own(ctx, s.o.Source.Backends(ctx), func(b Backend) string { return b.Name })
 }
 
 func (s *Server) getBackend(w http.ResponseWriter, req *http.Request) error {
@@ -335,7 +464,14 @@ func (s *Server) getStragglers(w http.ResponseWriter, req *http.Request) error {
 
 func (s *Server) postDrain(w http.ResponseWriter, req *http.Request) error {
 	var r DrainRequest
-	return s.action(w, req, "drain", &r, func(ctx context.Context, name, by string) (Drain, string, error) {
+	return s.action(w, req, &r, func(ctx context.Context, name, by string) (Drain, string, error) {
+		mine := drain.CauseOperator
+		if callerOf(ctx).backend != "" {
+			mine = drain.CauseApp
+		}
+		if r.Cause = cmp.Or(r.Cause, mine); r.Cause != mine && r.Cause != drain.CausePrestop {
+			return Drain{}, r.Reason, &fieldError{Field: "cause", Msg: fmt.Sprintf("%q is neither %s nor %s", string(r.Cause), mine, drain.CausePrestop)}
+		}
 		r.By = by
 		d, err := s.o.Source.Drain(ctx, name, r)
 		return d, r.Reason, err
@@ -344,7 +480,7 @@ func (s *Server) postDrain(w http.ResponseWriter, req *http.Request) error {
 
 func (s *Server) postUndrain(w http.ResponseWriter, req *http.Request) error {
 	var r UndrainRequest
-	return s.action(w, req, "undrain", &r, func(ctx context.Context, name, by string) (Drain, string, error) {
+	return s.action(w, req, &r, func(ctx context.Context, name, by string) (Drain, string, error) {
 		r.By = by
 		d, err := s.o.Source.Undrain(ctx, name, r)
 		return d, r.Reason, err
@@ -353,7 +489,7 @@ func (s *Server) postUndrain(w http.ResponseWriter, req *http.Request) error {
 
 func (s *Server) postExtend(w http.ResponseWriter, req *http.Request) error {
 	var r ExtendRequest
-	return s.action(w, req, "extend", &r, func(ctx context.Context, name, by string) (Drain, string, error) {
+	return s.action(w, req, &r, func(ctx context.Context, name, by string) (Drain, string, error) {
 		r.By = by
 		d, err := s.o.Source.Extend(ctx, name, r)
 		return d, r.Reason, err
@@ -362,7 +498,7 @@ func (s *Server) postExtend(w http.ResponseWriter, req *http.Request) error {
 
 func (s *Server) postCut(w http.ResponseWriter, req *http.Request) error {
 	var r CutRequest
-	return s.action(w, req, "cut", &r, func(ctx context.Context, name, by string) (Drain, string, error) {
+	return s.action(w, req, &r, func(ctx context.Context, name, by string) (Drain, string, error) {
 		r.By = by
 		d, err := s.o.Source.Cut(ctx, name, r)
 		return d, r.Reason, err
@@ -370,13 +506,15 @@ func (s *Server) postCut(w http.ResponseWriter, req *http.Request) error {
 }
 
 // action decodes and checks a request, does it, and writes its audit record, whatever became of it.
-func (s *Server) action(w http.ResponseWriter, req *http.Request, name string, r interface{ check() error },
+func (s *Server) action(w http.ResponseWriter, req *http.Request, r interface{ check() error },
 	do func(ctx context.Context, backend, by string) (Drain, string, error)) error {
-	p := peerOf(req.Context())
-	a := Audit{Time: time.Now(), UID: p.uid, PID: p.pid, By: p.String(), Action: name, Backend: req.PathValue("name")}
-	var d Drain
+	var (
+		d Drain
+		a Audit
+	)
 	a.Err = func() error {
-		if p.uid < 0 {
+		by := callerOf(req.Context()).by
+		if by == "" {
 			return errNoPeer
 		}
 		if err := checkContentType(req); err != nil {
@@ -390,18 +528,27 @@ func (s *Server) action(w http.ResponseWriter, req *http.Request, name string, r
 		}
 		// A caller who hangs up has still asked: what was begun is brought to its end.
 		var err error
-		d, a.Reason, err = do(context.WithoutCancel(req.Context()), a.Backend, a.By)
+		d, a.Reason, err = do(context.WithoutCancel(req.Context()), req.PathValue("name"), by)
 		return err
 	}()
-	a.Drain, a.Status = d.ID, http.StatusOK
-	if a.Err != nil {
-		a.Status = s.problem(req.Context(), a.Err).Status
-	}
-	s.o.Audit(a)
+	a.Drain = d.ID
+	s.audit(req, a)
 	if a.Err != nil {
 		return a.Err
 	}
 	return writeJSON(w, d)
+}
+
+// audit completes a with what the request says, and writes it.
+func (s *Server) audit(req *http.Request, a Audit) {
+	c := callerOf(req.Context())
+	a.Time, a.UID, a.PID, a.By = time.Now(), c.uid, c.pid, cmp.Or(c.by, "unknown")
+	a.Action, a.Backend = path.Base(req.URL.Path), req.PathValue("name")
+	a.Status = http.StatusOK
+	if a.Err != nil {
+		a.Status = s.problem(req.Context(), a.Err).Status
+	}
+	s.o.Audit(a)
 }
 
 func (s *Server) logAudit(a Audit) {
@@ -422,11 +569,15 @@ func (s *Server) logAudit(a Audit) {
 }
 
 func (s *Server) getDrains(w http.ResponseWriter, req *http.Request) error {
-	return writeJSON(w, DrainList{orEmpty(s.o.Source.Drains(req.Context()))})
+	ctx := req.Context()
+	return writeJSON(w, DrainList{own(ctx, s.o.Source.Drains(ctx), func(d Drain) string { return d.Backend })})
 }
 
 func (s *Server) getDrain(w http.ResponseWriter, req *http.Request) error {
 	d, err := s.o.Source.DrainByID(req.Context(), req.PathValue("id"))
+	if err == nil && !callerOf(req.Context()).sees(d.Backend) {
+		err = fmt.Errorf("%w %q", ErrUnknownDrain, d.ID)
+	}
 	if err != nil {
 		return err
 	}
@@ -446,16 +597,7 @@ func (s *Server) getEvents(w http.ResponseWriter, req *http.Request) error {
 			return &fieldError{Field: "follow", Msg: fmt.Sprintf("%q is neither true nor false", v)}
 		}
 	}
-	select {
-	case s.streams <- struct{}{}:
-		defer func() { <-s.streams }()
-	default:
-		w.Header().Set("Retry-After", "1")
-		return &Problem{
-			Title: "too many followers", Status: http.StatusServiceUnavailable,
-			Detail: fmt.Sprintf("%d readers follow the events already; end one of them", maxStreams),
-		}
-	}
+	w.Header().Set(epochHeader, s.o.Log.Epoch())
 	w.Header().Set("Content-Type", "application/x-ndjson")
 	if req.Method == http.MethodHead {
 		return nil
@@ -470,13 +612,42 @@ func (s *Server) getEvents(w http.ResponseWriter, req *http.Request) error {
 	if stopping, ok := req.Context().Value(stoppingKey{}).(context.Context); ok {
 		defer context.AfterFunc(stopping, func() { cancel(errStopping) })()
 	}
-	s.stream(ctx, w, rc, s.o.Log.Subscribe(from), follow)
+	s.stream(ctx, w, rc, &ownEvents{s.o.Log.Subscribe(from), callerOf(ctx)}, follow)
 	return nil
+}
+
+// epochHeader names the numbering of the events that follow; see LogOptions.Epoch.
+const epochHeader = "Ebb-Log-Epoch"
+
+// ownEvents are the events that a caller may see. What was lost may have been of any backend.
+type ownEvents struct {
+	sub *Subscription
+	c   caller
+}
+
+func (o *ownEvents) sees(ev Event) bool { return o.c.sees(ev.Backend) || ev.Type == EventLost }
+
+// TryNext is that of Subscription.
+func (o *ownEvents) TryNext() (Event, bool) {
+	for {
+		if ev, ok := o.sub.TryNext(); !ok || o.sees(ev) {
+			return ev, ok
+		}
+	}
+}
+
+// Next is that of Subscription.
+func (o *ownEvents) Next(ctx context.Context) (Event, error) {
+	for {
+		if ev, err := o.sub.Next(ctx); err != nil || o.sees(ev) {
+			return ev, err
+		}
+	}
 }
 
 // stream copies events until there are none left, or the client or the server goes. The answer has begun, so
 // there is nobody to tell about an error.
-func (s *Server) stream(ctx context.Context, w io.Writer, rc *http.ResponseController, sub *Subscription, follow bool) {
+func (s *Server) stream(ctx context.Context, w io.Writer, rc *http.ResponseController, sub *ownEvents, follow bool) {
 	enc := json.NewEncoder(w)
 	enc.SetEscapeHTML(false)
 	put := func(ev Event) bool {
@@ -560,7 +731,7 @@ func queryUint(req *http.Request, name string, def uint64) (uint64, error) {
 }
 
 // errNoPeer: an action over a connection that does not say who asks.
-var errNoPeer = errors.New("actions need a Unix socket, which says who asks")
+var errNoPeer = errors.New("actions need a connection that says who asks: a Unix socket, a certificate or a token")
 
 // unsupportedType is the content type of a body that is not JSON.
 type unsupportedType string
@@ -605,14 +776,14 @@ func (s *Server) problem(ctx context.Context, err error) *Problem {
 	case errors.As(err, &ut):
 		return &Problem{Title: "unsupported media type", Status: http.StatusUnsupportedMediaType, Detail: ut.Error()}
 	case errors.Is(err, errNoPeer):
-		return &Problem{Title: "forbidden", Status: http.StatusForbidden, Detail: err.Error()}
+		return forbidden("%v", err)
 	}
 	for _, k := range problemKinds {
 		if k.matches(err) {
 			p := &Problem{Type: problemType + k.name, Title: k.sentinels[0].Error(), Status: k.status, Detail: err.Error()}
 			if errors.Is(err, ErrUnknown) {
 				p.Known = []string{}
-				for _, b := range s.o.Source.Backends(ctx) {
+				for _, b := range s.backends(ctx) {
 					p.Known = append(p.Known, b.Name)
 				}
 			}
@@ -636,6 +807,12 @@ func writeProblem(w http.ResponseWriter, p *Problem) {
 	}
 	w.Header().Set("Content-Type", "application/problem+json")
 	w.Header().Set("Cache-Control", "no-store")
+	if p.retry {
+		w.Header().Set("Retry-After", "1")
+	}
+	if p.Status == http.StatusUnauthorized {
+		w.Header().Set("WWW-Authenticate", "Bearer") // RFC 6750 section 3
+	}
 	w.WriteHeader(p.Status)
 	// The caller may have gone; there is nobody else to tell.
 	_, _ = w.Write(append(b, '\n'))

@@ -21,8 +21,11 @@ import (
 // RootRunDir is where root keeps its sockets.
 const RootRunDir = "/run/ebb"
 
-// AgentSocket is the name of the node agent's socket in a run directory.
-const AgentSocket = "ebb.sock"
+// The node agent's sockets in a run directory: that of operators and that of applications.
+const (
+	AgentSocket = "ebb.sock"
+	AppSocket   = "app.sock"
+)
 
 // maxSocketPath is what sun_path holds with its final zero byte left out (unix(7)).
 const maxSocketPath = 107
@@ -91,7 +94,10 @@ func RunSocket(dir, name string) string { return filepath.Join(dir, "run", name+
 // Listen opens a Unix socket at path with mode 0660. A socket there that nobody answers on is replaced; a live
 // one is ErrInUse; anything that is not a socket is left alone and an error. Closing the listener removes
 // the file if it is still its own.
-func Listen(path string) (net.Listener, error) {
+func Listen(path string) (net.Listener, error) { return ListenAs(path, 0o660, -1) }
+
+// ListenAs is Listen with another mode, and, unless it is -1, another group.
+func ListenAs(path string, mode fs.FileMode, gid int) (net.Listener, error) {
 	if len(path) > maxSocketPath {
 		return nil, fmt.Errorf("listen on %s: the path has %d bytes, a socket's may have %d; choose a shorter one with --api or EBB_RUN_DIR",
 			path, len(path), maxSocketPath)
@@ -104,7 +110,7 @@ func Listen(path string) (net.Listener, error) {
 	if err := removeStale(path); err != nil {
 		return nil, fmt.Errorf("listen on %s: %w", path, err)
 	}
-	ln, err := listenMode(path, 0o660)
+	ln, err := listenMode(path, mode, gid)
 	if err != nil {
 		return nil, fmt.Errorf("listen on %s: %w", path, err)
 	}
@@ -163,9 +169,9 @@ func removeStale(path string) error {
 	return err
 }
 
-// listenMode binds, sets the mode and only then listens: until listen(2) a connect is refused, so nobody gets
+// listenMode binds, sets group and mode and only then listens: until listen(2) a connect is refused, so nobody gets
 // in while the mode is still what the umask made it.
-func listenMode(path string, mode fs.FileMode) (_ net.Listener, err error) {
+func listenMode(path string, mode fs.FileMode, gid int) (_ net.Listener, err error) {
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		return nil, os.NewSyscallError("socket", err)
@@ -179,7 +185,7 @@ func listenMode(path string, mode fs.FileMode) (_ net.Listener, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := os.Chmod(path, mode); err != nil {
+	if err := errors.Join(os.Chown(path, -1, gid), os.Chmod(path, mode)); err != nil {
 		return nil, errors.Join(err, os.Remove(path))
 	}
 	if err := unix.Listen(fd, unix.SOMAXCONN); err != nil {

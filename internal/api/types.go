@@ -50,8 +50,9 @@ type Backend struct {
 	Protocol   drain.Protocol `json:"protocol"`
 	OnNew      OnNewChoice    `json:"on_new"`
 	Datapath   Datapath       `json:"datapath"`
-	Guarded    bool           `json:"guarded"` // admission can close, so that a zero is valid
-	PID        int            `json:"pid"`     // of the application's main process; 0 if none runs
+	Guarded    bool           `json:"guarded"`        // admission can close, so that a zero is valid
+	PID        int            `json:"pid"`            // of the application's main process; 0 if none runs
+	Unit       string         `json:"unit,omitempty"` // the systemd unit that it was matched by, if it was
 	Owner      Owner          `json:"owner"`
 	Listeners  []Listener     `json:"listeners"`
 	NotCovered []NotCovered   `json:"not_covered"`
@@ -321,6 +322,9 @@ type DrainRequest struct {
 	Reason     string           `json:"reason,omitempty"`
 	// Gen, if not 0, is the generation that is meant; another one is ErrStale.
 	Gen uint64 `json:"gen,omitempty"`
+	// Cause is prestop or, by default, what the caller is: operator, or app over the socket of applications. The server
+	// fills it in.
+	Cause drain.Cause `json:"cause,omitempty"`
 	// By is who asks, filled by the server from the socket's credentials and never read from the body.
 	By string `json:"-"`
 }
@@ -386,6 +390,8 @@ type Problem struct {
 	Field string `json:"field,omitempty"`
 	// Known are the names that exist, where the one asked for does not.
 	Known []string `json:"known,omitempty"`
+	// retry: the same request may succeed in a second.
+	retry bool
 }
 
 // Error is the detail, or the title if there is none.

@@ -5,6 +5,7 @@ package health
 import (
 	"errors"
 	"fmt"
+	"net/url"
 	"strings"
 	"time"
 )
@@ -78,12 +79,17 @@ func (p Probe) Validate() error {
 		return fmt.Errorf("%w: give only one of %s", ErrInvalid, strings.Join(kinds, ", "))
 	case port == 0:
 		return fmt.Errorf("%w: %s names no port", ErrInvalid, kinds[0])
-	case p.HTTP != nil && p.HTTP.Path != "" && p.HTTP.Path[0] != '/':
-		return fmt.Errorf("%w: the path %q does not begin with /", ErrInvalid, p.HTTP.Path)
 	case p.Exec != nil && (len(p.Exec) == 0 || p.Exec[0] == ""):
 		return fmt.Errorf("%w: exec names no program", ErrInvalid)
 	case p.Interval < 0 || p.Timeout < 0 || p.Fall < 0 || p.Rise < 0:
 		return fmt.Errorf("%w: interval, timeout, fall and rise are not negative", ErrInvalid)
+	case p.HTTP != nil && p.HTTP.Path != "":
+		if p.HTTP.Path[0] != '/' {
+			return fmt.Errorf("%w: the path %q does not begin with /", ErrInvalid, p.HTTP.Path)
+		}
+		if _, err := url.ParseRequestURI(p.HTTP.Path); err != nil {
+			return fmt.Errorf("%w: %w", ErrInvalid, err)
+		}
 	}
 	return nil
 }

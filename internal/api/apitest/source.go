@@ -224,7 +224,7 @@ func (s *Source) Drain(_ context.Context, name string, r api.DrainRequest) (api.
 	now := time.Now()
 	d := api.Drain{
 		ID: fmt.Sprintf("%s-%d-%d", name, b.Gen, len(s.drains)+1), Backend: name, Service: b.Service, Gen: b.Gen,
-		Cause: drain.CauseOperator, By: r.By, Reason: r.Reason, State: drain.StateDraining,
+		Cause: cmp.Or(r.Cause, drain.CauseOperator), By: r.By, Reason: r.Reason, State: drain.StateDraining,
 		Begun: now, Deadline: now.Add(grace),
 		Policy: api.PolicyOf(drain.Policy{
 			Protocol: b.Protocol, OnNew: cmp.Or(r.OnNew, b.OnNew.Chosen), OnDeadline: cmp.Or(r.OnDeadline, drain.OnDeadlineCut),

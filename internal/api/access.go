@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package api
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/user"
+	"strconv"
+)
+
+// Access is who may ask over a listener, and for what. Make one with [Anyone], [Operators], [Apps] or [Remote].
+type Access struct {
+	// listen puts what the listener needs around it; nil: nothing.
+	listen func(net.Listener) (net.Listener, error)
+	// admit is who asks, or a *Problem. What is known of a caller who is refused is returned too, for the audit.
+	admit func(*http.Request) (caller, error)
+}
+
+// caller is who asks.
+type caller struct {
+	uid, pid int    // -1 and 0 if the connection does not tell
+	by       string // for a human; empty if nobody knows, who may then only look
+	// backend is the only one that an application may ask about; empty: all.
+	backend string
+}
+
+// sees says whether the caller may know about a backend.
+func (c caller) sees(backend string) bool { return c.backend == "" || c.backend == backend }
+
+type callerKey struct{}
+
+func callerOf(ctx context.Context) caller {
+	c, _ := ctx.Value(callerKey{}).(caller)
+	return c
+}
+
+// localCaller is the process at the other end of a Unix socket.
+func localCaller(p *peer) caller {
+	if p.uid < 0 {
+		return caller{uid: -1}
+	}
+	return caller{uid: p.uid, pid: p.pid, by: p.String()}
+}
+
+// Anyone admits whoever can connect: the mode of the socket's file decides. Over TCP, where nobody knows who asks, they may
+// only look.
+func Anyone() Access {
+	return Access{admit: func(req *http.Request) (caller, error) { return localCaller(peerOf(req.Context())), nil }}
+}
+
+// Operators admits, over a Unix socket, root, the user of this process, and the members of the group gid: by what the
+// kernel says of the process that connected, whatever became of the file's mode. See [GroupID].
+func Operators(gid int) Access {
+	return Access{admit: func(req *http.Request) (caller, error) {
+		p := peerOf(req.Context())
+		c := localCaller(p)
+		if p.uid == 0 || p.uid == os.Geteuid() || p.in(gid) {
+			return c, nil
+		}
+		return c, forbidden("%s is neither root nor in the group %s", p, groupName(gid))
+	}}
+}
+
+// Apps admits, over a Unix socket, the processes of backends: each may look at its own backend and drain it. owns is the
+// backend that has the process, which is asked for each request; it may be called from any goroutine.
+func Apps(owns func(ctx context.Context, pid int) (backend string, ok bool)) Access {
+	return Access{admit: func(req *http.Request) (caller, error) {
+		p := peerOf(req.Context())
+		c := localCaller(p)
+		if p.pid <= 0 {
+			return c, forbidden("the process that asks is not one of this host")
+		}
+		b, ok := owns(req.Context(), p.pid)
+		if !ok || b == "" {
+			return c, forbidden("process %d belongs to no backend", p.pid)
+		}
+		// After owns: only now is it certain that owns has not been asked about the pid of another process.
+		if !p.alive() {
+			return c, forbidden("process %d, which connected, has ended", p.pid)
+		}
+		c.backend = b
+		return c, nil
+	}}
+}
+
+// GroupID is the id of a group given by name or number; that of root if name is empty.
+func GroupID(name string) (int, error) {
+	if name == "" {
+		return 0, nil
+	}
+	if n, err := strconv.ParseUint(name, 10, 31); err == nil {
+		return int(n), nil
+	}
+	g, err := user.LookupGroup(name)
+	if err != nil {
+		return 0, fmt.Errorf("find the group of operators: %w; create it with: groupadd --system %s", err, name)
+	}
+	return strconv.Atoi(g.Gid)
+}
+
+func groupName(gid int) string {
+	if g, err := user.LookupGroupId(strconv.Itoa(gid)); err == nil {
+		return g.Name
+	}
+	return strconv.Itoa(gid)
+}
+
+func forbidden(format string, args ...any) *Problem {
+	return &Problem{
+		Type: problemType + "forbidden", Title: "forbidden", Status: http.StatusForbidden, Detail: fmt.Sprintf(format, args...),
+	}
+}
