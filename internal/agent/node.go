@@ -11,6 +11,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -232,7 +233,7 @@ func (n *node) loop(sigs <-chan os.Signal) error {
 			if s != unix.SIGHUP {
 				return nil
 			}
-			n.tell(systemd.Reloading()...)
+			n.tell(systemd.Reloading)
 			n.reload()
 			n.look()
 			n.tell(systemd.Ready)
@@ -302,8 +303,8 @@ func (n *node) apply(cfg *config.Config) error {
 		have[s.name] = s
 	}
 	n.mu.Unlock()
-	if old.State != cfg.State || old.API != cfg.API || old.Metrics != cfg.Metrics {
-		return errors.New("api, metrics and state are read at the start alone: restart the agent to change them, which cuts nothing")
+	if keys := config.Diff(old, cfg).Restart; len(keys) > 0 {
+		return fmt.Errorf("%s: read at the start alone; restart the agent to change it, which cuts nothing", strings.Join(keys, ", "))
 	}
 	var seats, fresh []*seat
 	var errs []error

@@ -393,7 +393,7 @@ func (s *seat) enter(ctx context.Context, w discovery.Workload, a arrival) error
 	a.dp, a.journal, a.from = s.dp, s.j, a.set
 	set := *a.set
 	if set.probe != nil && ns != nil {
-		c, err := s.checker(&set, ns)
+		c, err := s.checker(&set)
 		if err != nil {
 			return err
 		}
@@ -454,8 +454,9 @@ func (s *seat) datapath(ns *os.File, w discovery.Workload, a arrival) (datapath,
 }
 
 // checker probes whether the application is ready, from inside its namespace.
-func (s *seat) checker(set *settings, ns *os.File) (*health.Checker, error) {
-	c, err := health.New(health.Options{Probe: *set.probe, NetNS: ns, Log: s.log})
+func (s *seat) checker(set *settings) (*health.Checker, error) {
+	// The descriptor of the datapath stays open as long as the incarnation.
+	c, err := health.New(health.Options{Probe: *set.probe, NetNS: s.dp.spaces()[0].fd, Log: s.log})
 	if err != nil {
 		return nil, err
 	}

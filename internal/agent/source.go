@@ -10,7 +10,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
 )
 
