@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -28,6 +29,7 @@ import (
 type seat struct {
 	*member
 	n     *node
+	log   *slog.Logger
 	match discovery.Match
 	finds chan find      // the last look at the host; of capacity 1
 	confs chan *settings // the last configuration; of capacity 1
@@ -65,10 +67,9 @@ func put[T any](c chan T, v T) {
 func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 	s := &seat{
 		member: &member{
-			name: b.Name, service: sv.Name, id: agentBackendID(b.Name), started: n.started, log: n.log.With("service", sv.Name, "backend", b.Name),
-			events: n.events, metrics: n.metrics,
+			name: b.Name, service: sv.Name, id: agentBackendID(b.Name), started: n.started, log: n.log, events: n.events, metrics: n.metrics,
 		},
-		n: n, match: *b.Match, finds: make(chan find, 1), confs: make(chan *settings, 1), gone: make(chan struct{}), unproven: true,
+		n: n, log: n.log.With("backend", b.Name), match: *b.Match, finds: make(chan find, 1), confs: make(chan *settings, 1), gone: make(chan struct{}), unproven: true,
 	}
 	s.late = s.lateOptions
 	s.flipped = func(ctx context.Context) error { return n.flipped(ctx, sv.Name) }
@@ -433,6 +434,13 @@ func (s *seat) datapath(ns *os.File, w discovery.Workload, a arrival) (datapath,
 		return newWalkDatapath(ns, why...)
 	}
 	port, cgroup := s.match.Port, w.CgroupID
+	var id uint64
+	if ns != nil {
+		var err error
+		if id, err = bpf.NetNSID(int(ns.Fd())); err != nil {
+			return nil, err
+		}
+	}
 	return newKernelDatapath(kernelOptions{
 		BPF: s.n.bpf, Host: s.n.host, NetNS: ns, ID: s.id, Gen: a.gen, Enforce: a.set.mode == drain.ModeEnforce,
 		Only: a.set.cov.ports, Adopt: true, Log: s.log,
@@ -442,11 +450,7 @@ func (s *seat) datapath(ns *os.File, w discovery.Workload, a arrival) (datapath,
 				errs = append(errs, h.WatchCgroup(cgroup, watch))
 			}
 			if port != 0 && ns != nil {
-				id, err := bpf.NetNSID(int(ns.Fd()))
-				if err == nil {
-					err = h.WatchPort(id, port, watch)
-				}
-				errs = append(errs, err)
+				errs = append(errs, h.WatchPort(id, port, watch))
 			}
 			return errors.Join(errs...)
 		},
