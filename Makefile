@@ -21,7 +21,7 @@ FUZZTIME ?= 30s
 KERNELS ?= 5.10 6.1
 scripts = .ci/run $(wildcard tools/*.sh) $(shell git ls-files '*.sh' 2>/dev/null)
 
-.PHONY: help build demo test bench full kernels generate check-generate lint fuzz ci
+.PHONY: help build demo test bench full kernels deb generate check-generate lint fuzz ci
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ bench: build ## measure what Ebb costs, side by side with nothing (root; BENCHFL
 kernels: ## run the tests of bpf on other kernels under qemu
 	@$(setup) kernels
 	tools/kernels.sh $(KERNELS)
+
+deb: ## make the Debian package bin/ebb_VERSION_ARCH.deb; needs Go and git
+	deploy/deb/build.sh bin
 
 generate: ## make the BPF objects again from their source
 	@$(setup) generate

@@ -313,6 +313,13 @@ struct bpf_iter__task_file {
 	struct file *file;
 };
 
+struct bpf_iter__sockmap {
+	struct bpf_iter_meta *meta;
+	struct bpf_map *map;
+	void *key;
+	struct sock *sk;
+};
+
 #pragma clang attribute pop
 
 /* ---- what crosses into user space ---- */

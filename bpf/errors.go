@@ -10,8 +10,12 @@ import (
 var (
 	// ErrNotInstalled means that the directory holds no installation.
 	ErrNotInstalled = errors.New("ebb is not installed in the kernel")
-	// ErrLayout means that another version's installation is in the directory.
-	ErrLayout = errors.New("another version of ebb is installed: finish its drains and run `ebb cleanup`, or use that version")
+	// ErrLayout means that what is pinned in the directory is damaged, or was made by a binary whose maps
+	// cannot be told from this one's.
+	ErrLayout = errors.New("what is pinned there is not this version's: finish its drains and run `ebb cleanup`, or use the version that made it")
+	// ErrElsewhere means that a backend is still counted by an installation of another layout: its count is
+	// unknown until TakeOver has moved it.
+	ErrElsewhere = errors.New("is not wholly taken over from another version's installation yet")
 	// ErrTaken means that another backend has the address, process or cgroup. The error is a
 	// *TakenError, which names that backend.
 	ErrTaken = errors.New("belongs to another backend")

@@ -39,6 +39,14 @@ struct {
 	__type(value, struct tag);
 } adopting SEC(".maps");
 
+/* cookie → anything: what a walk is limited to. Private. Full: the order is refused. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__type(key, __u64);
+	__type(value, __u32);
+} chosen SEC(".maps");
+
 /* The TCP or MPTCP socket behind a file, and its protocol. */
 static __always_inline struct sock *socket_of(struct file *file, __u16 *protocol)
 {
@@ -167,6 +175,63 @@ int files(struct bpf_iter__task_file *ctx)
 	return 0;
 }
 
+static __always_inline void listen_in(struct sock *sk, __u64 cookie, const struct address *a,
+				      __u64 backend, __u64 gen, __u8 flags,
+				      struct walk_result *done)
+{
+	struct tag *t;
+
+	if (!tag_listener(sk, sk, cookie, a, backend, gen, flags, BY_ADOPT, true))
+		return;
+	done->listeners++;
+	if (BPF_CORE_READ(sk, __sk_common.skc_state) != TCP_LISTEN) {
+		t = bpf_sk_storage_get(&tags, sk, NULL, 0);
+		if (t)
+			listener_closed(t, true);
+	}
+}
+
+/* Counts a connection that has no tag as init says, or catches up with one that has. */
+static __always_inline void take_in(struct sock *sk, struct tag *t, struct tag *init,
+				    const struct walk_order *w, struct walk_result *done)
+{
+	__u64 cookie, since = init->since;
+	struct count *c;
+	__u32 want;
+
+	if (!t) {
+		want = tag_state(BPF_CORE_READ(sk, __sk_common.skc_state));
+		if (want == TAG_NEW || want == TAG_DONE)
+			return;
+		init->st = TAG_NEW;
+		t = bpf_sk_storage_get(&tags, sk, init, SK_STORAGE_CREATE);
+		if (!t) {
+			failed(ERROR_TAGS_NOMEM);
+			return;
+		}
+		want = tag_state(BPF_CORE_READ(sk, __sk_common.skc_state));
+		if (step(t, want, BY_ADOPT, true)) {
+			done->conns++;
+			if (since)
+				t->since = since;
+		}
+	}
+	/* Whoever tagged it: a state that no hook has shown is caught up with here. */
+	want = tag_state(BPF_CORE_READ(sk, __sk_common.skc_state));
+	if (t->backend != w->target.backend || t->st >= want)
+		return;
+	if (t->st >= TAG_OPEN) {
+		done->healed++;
+		cookie = t->cookie;
+		c = bpf_map_lookup_elem(&counts, &cookie);
+		if (c)
+			__sync_fetch_and_add(&c->healed, 1);
+		step(t, want, BY_ADOPT, true);
+	} else if (step(t, want, BY_ADOPT, true)) {
+		done->conns++;
+	}
+}
+
 /*
  * Takes in what existed before the hooks were attached. They run beside it on other CPUs:
  *  - a hook that closes a socket between our tag and our look leaves DONE, and our step fails;
@@ -185,10 +250,8 @@ int adopt(struct bpf_iter__task_file *ctx)
 	struct address a = {};
 	__u32 zero = 0, tgid;
 	struct walk_result *done;
-	struct count *c;
 	struct walk_order *w;
 	struct sock *sk;
-	__u64 cookie;
 	__u16 protocol;
 	__u8 flags = 0, st;
 
@@ -223,16 +286,8 @@ int adopt(struct bpf_iter__task_file *ctx)
 			return 0;
 		if (!wanted(&w->target, &a, &flags))
 			return 0;
-		cookie = bpf_get_socket_cookie(sk);
-		if (!tag_listener(sk, sk, cookie, &a, w->target.backend, w->target.gen, flags,
-				  BY_ADOPT, true))
-			return 0;
-		done->listeners++;
-		if (BPF_CORE_READ(sk, __sk_common.skc_state) != TCP_LISTEN) {
-			t = bpf_sk_storage_get(&tags, sk, NULL, 0);
-			if (t)
-				listener_closed(t, true);
-		}
+		listen_in(sk, bpf_get_socket_cookie(sk), &a, w->target.backend, w->target.gen,
+			  flags, done);
 		return 0;
 	}
 
@@ -242,45 +297,94 @@ int adopt(struct bpf_iter__task_file *ctx)
 		key.netns = a.netns;
 		key.port = a.port;
 		to = bpf_map_lookup_elem(&adopting, &key);
-		if (!to || tag_state(st) == TAG_NEW || tag_state(st) == TAG_DONE)
+		if (!to)
 			return 0;
 		init.backend = to->backend;
 		init.gen = to->gen;
 		init.cookie = to->cookie;
 		init.flags = to->flags;
-		t = bpf_sk_storage_get(&tags, sk, &init, SK_STORAGE_CREATE);
-		if (!t) {
-			failed(ERROR_TAGS_NOMEM);
-			return 0;
-		}
-		st = BPF_CORE_READ(sk, __sk_common.skc_state);
-		if (step(t, tag_state(st), BY_ADOPT, true))
-			done->conns++;
 	}
-	/* Whoever tagged it: a state that no hook has shown is caught up with here. */
-	st = BPF_CORE_READ(sk, __sk_common.skc_state);
-	if (t->backend != w->target.backend || t->st >= tag_state(st))
-		return 0;
-	if (t->st >= TAG_OPEN) {
-		done->healed++;
-		cookie = t->cookie;
-		c = bpf_map_lookup_elem(&counts, &cookie);
-		if (c)
-			__sync_fetch_and_add(&c->healed, 1);
-		step(t, tag_state(st), BY_ADOPT, true);
-	} else if (step(t, tag_state(st), BY_ADOPT, true)) {
-		done->conns++;
-	}
+	take_in(sk, t, &init, w, done);
 	return 0;
 }
 
-/* cookie → anything: the connections to disown. Private. Full: the order is refused. */
+/*
+ * The tags of another layout. A layout may add to a tag and never moves what is in it, so it begins
+ * like ours.
+ */
 struct {
-	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 4096);
-	__type(key, __u64);
-	__type(value, __u32);
-} disowning SEC(".maps");
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC | BPF_F_CLONE);
+	__type(key, int);
+	__type(value, struct tag);
+} tags_before SEC(".maps");
+
+/*
+ * Takes in what a backend's processes have open and another layout counts: the same listeners, and
+ * each connection with the listener that it came by, whatever its port. Both layouts' hooks run
+ * meanwhile; otherwise it is as adopt.
+ */
+SEC("iter/task_file")
+int inherit(struct bpf_iter__task_file *ctx)
+{
+	struct task_struct *task = ctx->task;
+	struct file *file = ctx->file;
+	struct tag init = {}, *t, *before;
+	struct walk_result *done;
+	struct address a = {};
+	__u32 zero = 0, tgid;
+	struct walk_order *w;
+	struct sock *sk;
+	__u64 cookie;
+	__u16 protocol;
+	__u8 st;
+
+	if (!task || !file)
+		return 0;
+	tgid = task->tgid;
+	w = bpf_map_lookup_elem(&walk, &zero);
+	done = bpf_map_lookup_elem(&walked, &zero);
+	if (!w || !done || (w->tgid && w->tgid != tgid))
+		return 0;
+	sk = socket_of(file, &protocol);
+	if (!sk || protocol != IPPROTO_TCP)
+		return 0;
+	before = bpf_sk_storage_get(&tags_before, sk, NULL, 0);
+	if (!before || before->backend != w->target.backend)
+		return 0;
+	st = BPF_CORE_READ(sk, __sk_common.skc_state);
+	t = bpf_sk_storage_get(&tags, sk, NULL, 0);
+	if (w->conns) {
+		if (st == TCP_LISTEN)
+			return 0;
+		if (!t && before->st == TAG_DONE)
+			return 0; /* nobody counts it */
+		init = *before;
+		take_in(sk, t, &init, w, done);
+		return 0;
+	}
+	cookie = bpf_get_socket_cookie(sk);
+	if (st != TCP_LISTEN || t || before->st != TAG_LISTENER || before->cookie != cookie)
+		return 0;
+	local_address(sk, &a);
+	listen_in(sk, cookie, &a, before->backend, before->gen, before->flags, done);
+	return 0;
+}
+
+/* The context of iter/sockmap. */
+SEC("iter/sockmap")
+int copy_targets(struct bpf_iter__sockmap *ctx)
+{
+	__u64 *key = ctx->key, cookie;
+	struct sock *sk = ctx->sk;
+
+	if (!key || !sk)
+		return 0;
+	cookie = *key;
+	if (bpf_map_lookup_elem(&chosen, &cookie))
+		bpf_map_update_elem(&targets, &cookie, sk, BPF_NOEXIST);
+	return 0;
+}
 
 /*
  * Takes connections out of their backend's count, as if they had closed: somebody else has taken
@@ -311,7 +415,7 @@ int disown(struct bpf_iter__task_file *ctx)
 	if (!sk || protocol != IPPROTO_TCP || sk->__sk_common.skc_state == TCP_LISTEN)
 		return 0;
 	cookie = bpf_get_socket_cookie(sk);
-	if (!bpf_map_lookup_elem(&disowning, &cookie))
+	if (!bpf_map_lookup_elem(&chosen, &cookie))
 		return 0;
 	t = bpf_sk_storage_get(&tags, sk, NULL, 0);
 	if (!t)

@@ -60,13 +60,13 @@ type AdoptTarget struct {
 type fileReaders struct {
 	mu   sync.Mutex
 	objs struct {
-		Files     *ebpf.Program `ebpf:"files"`
-		Adopt     *ebpf.Program `ebpf:"adopt"`
-		Disown    *ebpf.Program `ebpf:"disown"`
-		Walk      *ebpf.Map     `ebpf:"walk"`
-		Walked    *ebpf.Map     `ebpf:"walked"`
-		Adopting  *ebpf.Map     `ebpf:"adopting"`
-		Disowning *ebpf.Map     `ebpf:"disowning"`
+		Files    *ebpf.Program `ebpf:"files"`
+		Adopt    *ebpf.Program `ebpf:"adopt"`
+		Disown   *ebpf.Program `ebpf:"disown"`
+		Walk     *ebpf.Map     `ebpf:"walk"`
+		Walked   *ebpf.Map     `ebpf:"walked"`
+		Adopting *ebpf.Map     `ebpf:"adopting"`
+		Chosen   *ebpf.Map     `ebpf:"chosen"`
 	}
 	tagsID uint32 // the id of the map of tags, by which an MPTCP subflow's tag is recognised
 }
@@ -77,7 +77,7 @@ func (r *fileReaders) close() error {
 	}
 	o := &r.objs
 	return errors.Join(o.Files.Close(), o.Adopt.Close(), o.Disown.Close(),
-		o.Walk.Close(), o.Walked.Close(), o.Adopting.Close(), o.Disowning.Close())
+		o.Walk.Close(), o.Walked.Close(), o.Adopting.Close(), o.Chosen.Close())
 }
 
 func (h *Host) readers() (*fileReaders, error) {
@@ -199,7 +199,7 @@ func (h *Host) Adopt(pids []int, t AdoptTarget) (listeners, conns int, err error
 
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	done, err := r.adopt(pids, order)
+	done, err := r.adopt(r.objs.Adopt, pids, order)
 	if err != nil {
 		return 0, 0, fmt.Errorf("adopt: %w", err)
 	}
@@ -212,7 +212,7 @@ func (h *Host) Adopt(pids []int, t AdoptTarget) (listeners, conns int, err error
 	// Most walks are two: one that adopts, one that finds nothing left. Under a storm of accepts each
 	// finds some; what is left then is for the caller's next call.
 	for range 8 {
-		done, err := r.adopt(pids, order)
+		done, err := r.adopt(r.objs.Adopt, pids, order)
 		conns += int(done.Conns)
 		if err != nil {
 			return listeners, conns, fmt.Errorf("adopt: %w", err)
@@ -254,13 +254,13 @@ func (h *Host) fillAdopting(r *fileReaders, backend uint64) error {
 }
 
 // adopt walks the files of the processes once. One that has ended meanwhile has nothing to adopt.
-func (r *fileReaders) adopt(pids []int, order filesWalkOrder) (filesWalkResult, error) {
+func (r *fileReaders) adopt(prog *ebpf.Program, pids []int, order filesWalkOrder) (filesWalkResult, error) {
 	var done filesWalkResult
 	if err := r.objs.Walked.Put(uint32(0), &done); err != nil {
 		return done, err
 	}
 	for _, pid := range pids {
-		if _, err := r.walk(r.objs.Adopt, pid, order); err != nil && !errors.Is(err, unix.ESRCH) {
+		if _, err := r.walk(prog, pid, order); err != nil && !errors.Is(err, unix.ESRCH) {
 			return done, fmt.Errorf("walk files of %d: %w", pid, err)
 		}
 	}
@@ -283,14 +283,14 @@ func (h *Host) Disown(fds []int) (n int, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	defer func() {
-		if rerr := removeWhere(r.objs.Disowning, func(uint64, uint32) bool { return true }); rerr != nil {
+		if rerr := removeWhere(r.objs.Chosen, func(uint64, uint32) bool { return true }); rerr != nil {
 			err = errors.Join(err, fmt.Errorf("disown connections: %w", rerr))
 		}
 	}()
 	for _, fd := range fds {
 		cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
 		if err == nil {
-			err = r.objs.Disowning.Put(cookie, uint32(1))
+			err = r.objs.Chosen.Put(cookie, uint32(1))
 		}
 		if err != nil {
 			return 0, fmt.Errorf("disown connection %d: %w", fd, err)

@@ -127,24 +127,27 @@ const (
 	filesMapAdmissions       = "admissions"
 	filesMapAdopting         = "adopting"
 	filesMapBackends         = "backends"
+	filesMapChosen           = "chosen"
 	filesMapControl          = "control"
 	filesMapCorrection       = "correction"
 	filesMapCounts           = "counts"
-	filesMapDisowning        = "disowning"
 	filesMapDrains           = "drains"
 	filesMapErrors           = "errors"
 	filesMapEvents           = "events"
 	filesMapListeners        = "listeners"
 	filesMapMeta             = "meta"
 	filesMapTags             = "tags"
+	filesMapTagsBefore       = "tags_before"
 	filesMapTargets          = "targets"
 	filesMapWalk             = "walk"
 	filesMapWalked           = "walked"
 	filesMapWatch            = "watch"
 	filesProgAdopt           = "adopt"
+	filesProgCopyTargets     = "copy_targets"
 	filesProgCorrect         = "correct"
 	filesProgDisown          = "disown"
 	filesProgFiles           = "files"
+	filesProgInherit         = "inherit"
 	filesProgTasks           = "tasks"
 	filesVarFileRecordLayout = "file_record_layout"
 	filesVarNetnsByInode     = "netns_by_inode"
@@ -193,11 +196,13 @@ type filesSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type filesProgramSpecs struct {
-	Adopt   *ebpf.ProgramSpec `ebpf:"adopt"`
-	Correct *ebpf.ProgramSpec `ebpf:"correct"`
-	Disown  *ebpf.ProgramSpec `ebpf:"disown"`
-	Files   *ebpf.ProgramSpec `ebpf:"files"`
-	Tasks   *ebpf.ProgramSpec `ebpf:"tasks"`
+	Adopt       *ebpf.ProgramSpec `ebpf:"adopt"`
+	CopyTargets *ebpf.ProgramSpec `ebpf:"copy_targets"`
+	Correct     *ebpf.ProgramSpec `ebpf:"correct"`
+	Disown      *ebpf.ProgramSpec `ebpf:"disown"`
+	Files       *ebpf.ProgramSpec `ebpf:"files"`
+	Inherit     *ebpf.ProgramSpec `ebpf:"inherit"`
+	Tasks       *ebpf.ProgramSpec `ebpf:"tasks"`
 }
 
 // filesMapSpecs contains maps before they are loaded into the kernel.
@@ -207,16 +212,17 @@ type filesMapSpecs struct {
 	Admissions *ebpf.MapSpec `ebpf:"admissions"`
 	Adopting   *ebpf.MapSpec `ebpf:"adopting"`
 	Backends   *ebpf.MapSpec `ebpf:"backends"`
+	Chosen     *ebpf.MapSpec `ebpf:"chosen"`
 	Control    *ebpf.MapSpec `ebpf:"control"`
 	Correction *ebpf.MapSpec `ebpf:"correction"`
 	Counts     *ebpf.MapSpec `ebpf:"counts"`
-	Disowning  *ebpf.MapSpec `ebpf:"disowning"`
 	Drains     *ebpf.MapSpec `ebpf:"drains"`
 	Errors     *ebpf.MapSpec `ebpf:"errors"`
 	Events     *ebpf.MapSpec `ebpf:"events"`
 	Listeners  *ebpf.MapSpec `ebpf:"listeners"`
 	Meta       *ebpf.MapSpec `ebpf:"meta"`
 	Tags       *ebpf.MapSpec `ebpf:"tags"`
+	TagsBefore *ebpf.MapSpec `ebpf:"tags_before"`
 	Targets    *ebpf.MapSpec `ebpf:"targets"`
 	Walk       *ebpf.MapSpec `ebpf:"walk"`
 	Walked     *ebpf.MapSpec `ebpf:"walked"`
@@ -255,16 +261,17 @@ type filesMaps struct {
 	Admissions *ebpf.Map `ebpf:"admissions"`
 	Adopting   *ebpf.Map `ebpf:"adopting"`
 	Backends   *ebpf.Map `ebpf:"backends"`
+	Chosen     *ebpf.Map `ebpf:"chosen"`
 	Control    *ebpf.Map `ebpf:"control"`
 	Correction *ebpf.Map `ebpf:"correction"`
 	Counts     *ebpf.Map `ebpf:"counts"`
-	Disowning  *ebpf.Map `ebpf:"disowning"`
 	Drains     *ebpf.Map `ebpf:"drains"`
 	Errors     *ebpf.Map `ebpf:"errors"`
 	Events     *ebpf.Map `ebpf:"events"`
 	Listeners  *ebpf.Map `ebpf:"listeners"`
 	Meta       *ebpf.Map `ebpf:"meta"`
 	Tags       *ebpf.Map `ebpf:"tags"`
+	TagsBefore *ebpf.Map `ebpf:"tags_before"`
 	Targets    *ebpf.Map `ebpf:"targets"`
 	Walk       *ebpf.Map `ebpf:"walk"`
 	Walked     *ebpf.Map `ebpf:"walked"`
@@ -276,16 +283,17 @@ func (m *filesMaps) Close() error {
 		m.Admissions,
 		m.Adopting,
 		m.Backends,
+		m.Chosen,
 		m.Control,
 		m.Correction,
 		m.Counts,
-		m.Disowning,
 		m.Drains,
 		m.Errors,
 		m.Events,
 		m.Listeners,
 		m.Meta,
 		m.Tags,
+		m.TagsBefore,
 		m.Targets,
 		m.Walk,
 		m.Walked,
@@ -306,19 +314,23 @@ type filesVariables struct {
 //
 // It can be passed to loadFilesObjects or ebpf.CollectionSpec.LoadAndAssign.
 type filesPrograms struct {
-	Adopt   *ebpf.Program `ebpf:"adopt"`
-	Correct *ebpf.Program `ebpf:"correct"`
-	Disown  *ebpf.Program `ebpf:"disown"`
-	Files   *ebpf.Program `ebpf:"files"`
-	Tasks   *ebpf.Program `ebpf:"tasks"`
+	Adopt       *ebpf.Program `ebpf:"adopt"`
+	CopyTargets *ebpf.Program `ebpf:"copy_targets"`
+	Correct     *ebpf.Program `ebpf:"correct"`
+	Disown      *ebpf.Program `ebpf:"disown"`
+	Files       *ebpf.Program `ebpf:"files"`
+	Inherit     *ebpf.Program `ebpf:"inherit"`
+	Tasks       *ebpf.Program `ebpf:"tasks"`
 }
 
 func (p *filesPrograms) Close() error {
 	return _FilesClose(
 		p.Adopt,
+		p.CopyTargets,
 		p.Correct,
 		p.Disown,
 		p.Files,
+		p.Inherit,
 		p.Tasks,
 	)
 }

@@ -91,7 +91,8 @@ type Host struct {
 
 // Install makes the installation, or opens it and brings its programs up to date, and returns it. It
 // is idempotent and may run in several processes at once. A hook that cannot be attached is logged
-// and left out: see Guarded and HasAdmission. ErrLayout if another version is installed.
+// and left out: see Guarded and HasAdmission. What binaries with another layout have installed stays and works
+// beside it, each with its own backends: see TakeOver. ErrLayout if what is pinned is no installation.
 func Install(o Options) (*Host, error) {
 	o = o.withDefaults()
 	// Before 5.11 the memory of maps and programs counts against RLIMIT_MEMLOCK. Where that
@@ -120,11 +121,14 @@ func Install(o Options) (*Host, error) {
 	if err := h.refresh(o.version()); err != nil {
 		return nil, errors.Join(fmt.Errorf("install: %w", err), h.Close())
 	}
+	if err := o.removeUnused(); err != nil {
+		o.Log.Warn("unused installation of another layout not removed", "err", err)
+	}
 	return h, nil
 }
 
-// Open opens an installation that exists. ErrNotInstalled if there is none, ErrLayout if it is another
-// version's.
+// Open opens an installation that exists. ErrNotInstalled if there is none of this layout, ErrLayout if what is
+// pinned there is none.
 func Open(o Options) (*Host, error) {
 	o = o.withDefaults()
 	h, err := open(o)
@@ -138,26 +142,11 @@ func open(o Options) (*Host, error) {
 	if err := ownDir(o.Dir); err != nil {
 		return nil, err
 	}
-	names, err := versions(o.Dir)
+	held, err := os.Open(o.version())
 	if err != nil {
-		return nil, err
-	}
-	found := false
-	for _, name := range names {
-		switch {
-		case name == layoutName:
-			found = true
-		case !strings.Contains(name, "-new-"):
-			return nil, fmt.Errorf("%s: %w", filepath.Join(o.Dir, name), ErrLayout)
-		}
-	}
-	if !found {
-		return nil, ErrNotInstalled
-	}
-	h := &Host{opts: o, links: map[string]link.Link{}, netns: map[uint64]link.Link{}}
-	if h.held, err = os.Open(o.version()); err != nil {
 		return nil, notInstalled(err)
 	}
+	h := &Host{opts: o, held: held, links: map[string]link.Link{}, netns: map[uint64]link.Link{}}
 	if err := retry(func() error { return unix.Flock(int(h.held.Fd()), unix.LOCK_SH) }); err != nil {
 		return nil, errors.Join(fmt.Errorf("lock %s: %w", o.version(), err), h.Close())
 	}
@@ -195,7 +184,7 @@ func notInstalled(err error) error {
 }
 
 func (h *Host) openMaps(version string) error {
-	spec, err := loadCensus()
+	spec, err := h.opts.layout.census()
 	if err != nil {
 		return err
 	}
@@ -220,7 +209,15 @@ func create(o Options) (err error) {
 	if err := os.Mkdir(o.Dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	aside := filepath.Join(o.Dir, layoutName+"-new-"+strconv.Itoa(os.Getpid()))
+	// The kill switch is the host's: one that is open under another layout stays open.
+	enforce, err := Control(o)
+	if errors.Is(err, ErrNotInstalled) {
+		enforce, err = true, nil
+	}
+	if err != nil {
+		return err
+	}
+	aside := filepath.Join(o.Dir, o.layout.name+"-new-"+strconv.Itoa(os.Getpid()))
 	for _, dir := range []string{"", "maps", "links", "netns"} {
 		if err := os.Mkdir(filepath.Join(aside, dir), 0o700); err != nil {
 			return err
@@ -234,7 +231,7 @@ func create(o Options) (err error) {
 		}
 		err = errors.Join(err, h.Close())
 	}()
-	spec, err := loadCensus()
+	spec, err := o.layout.census()
 	if err != nil {
 		return err
 	}
@@ -246,8 +243,10 @@ func create(o Options) (err error) {
 			return fmt.Errorf("pin map %s: %w", name, err)
 		}
 	}
-	if err := h.maps.Control.Put(uint32(0), uint32(1)); err != nil {
-		return fmt.Errorf("set the kill switch: %w", err)
+	if enforce {
+		if err := h.maps.Control.Put(uint32(0), uint32(1)); err != nil {
+			return fmt.Errorf("set the kill switch: %w", err)
+		}
 	}
 	if err := h.refresh(aside); err != nil {
 		return err
@@ -412,7 +411,7 @@ func (h *Host) loadSockops() (*ebpf.Program, error) {
 }
 
 func (h *Host) loadCensusProgram(name string) (*ebpf.Program, error) {
-	spec, err := loadCensus()
+	spec, err := h.opts.layout.census()
 	if err != nil {
 		return nil, err
 	}
@@ -478,11 +477,17 @@ func (h *Host) updateAdmission(pin string, id uint64) error {
 func (h *Host) replacements(spec *ebpf.CollectionSpec) map[string]*ebpf.Map {
 	r := map[string]*ebpf.Map{}
 	for name, p := range h.maps.each() {
-		if spec.Maps[name] != nil {
+		if s := spec.Maps[name]; s != nil {
 			r[name] = *p
+			resemble(s, *p)
 		}
 	}
 	return r
+}
+
+// resemble gives a map of a spec the size of one that stands in for it: programs read the beginning of a value.
+func resemble(s *ebpf.MapSpec, m *ebpf.Map) {
+	s.ValueSize, s.MaxEntries = m.ValueSize(), m.MaxEntries()
 }
 
 // Close lets go of the installation, which stays. It is idempotent.

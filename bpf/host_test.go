@@ -183,22 +183,11 @@ func TestG2_CleanupLeavesNothing(t *testing.T) {
 	}
 }
 
-func TestD12_AnotherLayoutIsRefused(t *testing.T) {
+// What is pinned under this layout's name must be of it.
+func TestD12_AnotherShapeIsRefused(t *testing.T) {
 	o := options(t)
 	h := installed(t, o)
-	if err := os.Mkdir(filepath.Join(o.Dir, "v2"), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	for name, f := range map[string]func(Options) (*Host, error){"open": Open, "install": Install} {
-		if _, err := f(o); !errors.Is(err, ErrLayout) || !strings.Contains(err.Error(), "ebb cleanup") {
-			t.Errorf("%s beside v2: got %v, want %v with advice", name, err, ErrLayout)
-		}
-	}
-	if err := os.Remove(filepath.Join(o.Dir, "v2")); err != nil {
-		t.Fatal(err)
-	}
-	// The same name with another value size.
-	pin := mapPin(o.version(), "drains")
+	pin := mapPin(h.opts.version(), "drains")
 	if err := os.Remove(pin); err != nil {
 		t.Fatal(err)
 	}
@@ -210,8 +199,10 @@ func TestD12_AnotherLayoutIsRefused(t *testing.T) {
 	if err := m.Pin(pin); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Install(o); !errors.Is(err, ErrLayout) {
-		t.Errorf("install over another layout: got %v, want %v", err, ErrLayout)
+	for name, f := range map[string]func(Options) (*Host, error){"open": Open, "install": Install} {
+		if _, err := f(o); !errors.Is(err, ErrLayout) || !strings.Contains(err.Error(), "ebb cleanup") {
+			t.Errorf("%s: got %v, want %v with advice", name, err, ErrLayout)
+		}
 	}
 	if ids := programs(t, o); len(ids) != len(h.links) {
 		t.Errorf("the installation in use was touched: got %d programs attached, want %d", len(ids), len(h.links))

@@ -22,7 +22,7 @@ import (
 // The directory of an installation:
 //
 //	DIR/v1/maps/NAME      the maps of maps.h
-//	DIR/v1/links/NAME     the two counting hooks
+//	DIR/v1/links/NAME     the counting hooks
 //	DIR/v1/netns/ID       one admission link per namespace
 //	DIR/v1-new-PID        an installation that is being made
 //
@@ -31,9 +31,17 @@ const (
 	// DefaultDir is where an installation is unless Options say otherwise.
 	DefaultDir = "/sys/fs/bpf/ebb"
 
+	// layoutName has another number when a map has another shape. Keys stay as they are, and a value only
+	// grows at its end, with zeros for what was before: so TakeOver can carry it to and from any layout.
 	layoutName = "v1"
 	bpffsRoot  = "/sys/fs/bpf"
 )
+
+// layout is what an installation looks like. Tests make another one of it.
+type layout struct {
+	name   string
+	census func() (*ebpf.CollectionSpec, error)
+}
 
 var versionDir = regexp.MustCompile(`^v[0-9]+(-new-[0-9]+)?$`)
 
@@ -42,6 +50,8 @@ type Options struct {
 	Dir    string       // in a BPF file system; DefaultDir if empty
 	Cgroup string       // the cgroup v2 root; if empty it is found, or one is mounted for the moment
 	Log    *slog.Logger // nil discards
+
+	layout layout // this binary's, if empty
 }
 
 func (o Options) withDefaults() Options {
@@ -52,10 +62,13 @@ func (o Options) withDefaults() Options {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
+	if o.layout.name == "" {
+		o.layout = layout{layoutName, loadCensus}
+	}
 	return o
 }
 
-func (o Options) version() string         { return filepath.Join(o.Dir, layoutName) }
+func (o Options) version() string         { return filepath.Join(o.Dir, o.layout.name) }
 func mapPin(version, name string) string  { return filepath.Join(version, "maps", name) }
 func linkPin(version, name string) string { return filepath.Join(version, "links", name) }
 

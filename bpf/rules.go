@@ -166,8 +166,8 @@ func (h *Host) Backends() ([]uint64, error) {
 }
 
 // RemoveBackend removes all that belongs to a backend: its rule first, which opens it, then its
-// admissions with the pass entries made for it, what it watches, its drain, its ring and its counts.
-// Sockets that carry its tag are no longer counted.
+// admissions with the pass entries made for it, what it watches, its drain, its ring and its counts, in
+// installations of other layouts too. Sockets that carry its tag are no longer counted.
 func (h *Host) RemoveBackend(id uint64) error {
 	errs := []error{
 		remove(h.maps.Backends, id),
@@ -177,6 +177,7 @@ func (h *Host) RemoveBackend(id uint64) error {
 		remove(h.maps.Events, id),
 		removeWhere(h.maps.Counts, func(_ uint64, v censusCount) bool { return v.Backend == id }),
 		remove(h.maps.Listeners, id),
+		h.opts.eachOther(func(o *other) error { return o.remove(id) }),
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("remove backend %d: %w", id, err)

@@ -82,6 +82,8 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 			removed = append(removed, path)
 		}
 	}
+	swept, serr := relay.Sweep()
+	removed, err = append(removed, swept...), errors.Join(err, serr)
 	for _, d := range []string{dir, o.RunDir} {
 		// Only empty ones go; what is in them is somebody's.
 		if rerr := os.Remove(d); rerr == nil {
@@ -119,9 +121,9 @@ func lockOfDead(path string) (lock *os.File, dead bool) {
 }
 
 // endRelay ends a relay that nobody owns as soon as it carries nothing, and removes its socket. The rule that sent
-// connections there is gone.
+// connections there is gone. It waits for the end of one that carries nothing now.
 func endRelay(runDir, name string) error {
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second) // it ends after 1 s without arrivals, or 5 s
 	defer cancel()
 	p, err := relay.Find(ctx, runDir, name)
 	if errors.Is(err, relay.ErrNone) {
@@ -130,7 +132,14 @@ func endRelay(runDir, name string) error {
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(p.Stop(ctx), p.Close()); err != nil {
+	err = p.Stop(ctx)
+	if s, serr := p.Stats(ctx); err == nil && serr == nil && s.Relay.Active == 0 {
+		select { // so that its cgroup can be removed
+		case <-p.Done():
+		case <-ctx.Done():
+		}
+	}
+	if err := errors.Join(err, p.Close()); err != nil {
 		return fmt.Errorf("end relay %s: %w", name, err)
 	}
 	if err := os.Remove(relay.Socket(runDir, name)); err != nil && !errors.Is(err, os.ErrNotExist) {

@@ -122,9 +122,9 @@ func Load(path string) (*Config, error) {
 	return Parse(path, b)
 }
 
-// Parse reads a configuration; an empty one is all defaults. The error joins everything that is wrong, in the order of
-// the lines, each as "NAME:LINE: key.path: reason"; a budget that does not fit wraps drain.ErrPolicy. Aliases, anchors,
-// merge keys and a second document are refused, as is more than 1 MiB.
+// Parse reads a configuration; an empty one is all defaults. The error joins everything that is wrong (100 things at
+// most), in the order of the lines, each as "NAME:LINE: key.path: reason"; a budget that does not fit wraps
+// drain.ErrPolicy. Aliases, anchors, merge keys and a second document are refused, as is more than 1 MiB.
 func Parse(name string, b []byte) (*Config, error) {
 	r := &reader{file: name, lines: make(map[string]int), bad: make(map[string]bool)}
 	c := &Config{

@@ -47,6 +47,12 @@ func (r *reader) refuse(path, format string, a ...any) {
 }
 
 func (r *reader) refuseAt(line int, path, format string, a ...any) {
+	for at := path; at != ""; at, _ = cutLast(at) {
+		r.bad[at] = true
+	}
+	if r.full() {
+		return
+	}
 	where := r.file + ":"
 	if line > 0 {
 		where += strconv.Itoa(line) + ":"
@@ -55,10 +61,12 @@ func (r *reader) refuseAt(line int, path, format string, a ...any) {
 		where += " " + path + ":"
 	}
 	r.problems = append(r.problems, problem{line, fmt.Errorf("%s %w", where, fmt.Errorf(format, a...))})
-	for ; path != ""; path, _ = cutLast(path) {
-		r.bad[path] = true
-	}
 }
+
+// maxProblems is how many are told of one file. One that has more is no configuration, and to read on is a waste.
+const maxProblems = 100
+
+func (r *reader) full() bool { return len(r.problems) >= maxProblems }
 
 // err joins the problems in the order of the lines.
 func (r *reader) err() error {
@@ -66,6 +74,9 @@ func (r *reader) err() error {
 	var errs []error
 	for _, p := range r.problems {
 		errs = append(errs, p.err)
+	}
+	if r.full() {
+		errs = append(errs, fmt.Errorf("%s: these are the first %d things that are wrong: there may be more", r.file, maxProblems))
 	}
 	return errors.Join(errs...)
 }

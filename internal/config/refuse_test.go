@@ -4,6 +4,7 @@ package config
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -197,6 +198,39 @@ func TestRefusals(t *testing.T) {
 				t.Errorf("text:\n%s\ngot:\n%v\nwant:\n%s", tt.text, err, want)
 			}
 		})
+	}
+}
+
+func TestAFileThatIsNoConfigurationIsGivenUp(t *testing.T) {
+	for _, text := range []string{
+		"services: [" + strings.Repeat("a,", 400_000) + "]",
+		strings.Repeat("k: 1\n", 200_000),
+		"services: [{name: a, listen: [" + strings.Repeat("a,", 400_000) + "]}]",
+	} {
+		_, err := Parse("f", []byte(text))
+		if err == nil {
+			t.Fatalf("taken: %.40s…", text)
+		}
+		lines := strings.Split(err.Error(), "\n")
+		if last := lines[len(lines)-1]; len(lines) != maxProblems+1 || last != "f: these are the first 100 things that are wrong: there may be more" {
+			t.Errorf("got %d lines, the last %q", len(lines), last)
+		}
+	}
+}
+
+// Nothing is ever expanded: a text that would be gigabytes costs what is written of it.
+func TestAliasesCostNothing(t *testing.T) {
+	text := "a0: &a0 [x]\n"
+	for i := range 20 {
+		text += fmt.Sprintf("a%d: &a%d [%s]\n", i+1, i+1, strings.TrimSuffix(strings.Repeat(fmt.Sprintf("*a%d,", i), 20), ","))
+	}
+	allocs := testing.AllocsPerRun(1, func() {
+		if _, err := Parse("f", []byte(text)); err == nil {
+			t.Error("taken")
+		}
+	})
+	if allocs > 1e6 { // 20²⁰ if they were expanded
+		t.Errorf("got %v allocations", allocs)
 	}
 }
 

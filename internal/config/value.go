@@ -101,6 +101,9 @@ func (l list[T]) read(r *reader, path string, n *yaml.Node) {
 	first := make(map[string]int)
 	*l.to = nil
 	for i, c := range n.Content {
+		if r.full() {
+			return
+		}
 		var v T
 		at := fmt.Sprintf("%s[%d]", path, i)
 		r.value(at, c.Line, c, scalar[T]{to: &v, form: l.form})
@@ -147,7 +150,7 @@ func (o object) read(r *reader, path string, n *yaml.Node) {
 	}
 	type entry struct{ key, value *yaml.Node }
 	given := make(map[string]entry)
-	for i := 0; i+1 < len(n.Content); i += 2 {
+	for i := 0; i+1 < len(n.Content) && !r.full(); i += 2 {
 		k := n.Content[i]
 		at := join(path, short(k.Value))
 		switch first, twice := given[k.Value]; {
@@ -237,6 +240,9 @@ func (o objects[T]) read(r *reader, path string, n *yaml.Node) {
 		return
 	}
 	for i, c := range n.Content {
+		if r.full() {
+			return
+		}
 		v := new(T)
 		r.value(fmt.Sprintf("%s[%d]", path, i), c.Line, c, optional[T]{to: &v, make: o.make, keys: o.keys, check: o.check})
 		*o.to = append(*o.to, *v)

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -16,16 +17,18 @@ import (
 // The process connector: include/uapi/linux/connector.h and cn_proc.h. It answers only in the first network namespace, and
 // speaks only to a listener in the first user and process namespace, with CAP_NET_ADMIN.
 const (
-	cnProc          = 1 // CN_IDX_PROC and CN_VAL_PROC
-	cnListen        = 1 // PROC_CN_MCAST_LISTEN
-	cnIgnore        = 2 // PROC_CN_MCAST_IGNORE
-	procNone        = 0 // PROC_EVENT_NONE, the acknowledgement
-	procExec        = 2
-	procExit        = 0x80000000
-	cnHeader        = unix.SizeofNlMsghdr
-	procEvent       = cnHeader + 20  // after struct cn_msg: what, cpu, timestamp_ns
-	procData        = procEvent + 16 // event_data: of exec and exit the thread, then its leader; of an acknowledgement an error
-	connectorAnswer = 1000           // milliseconds; the kernel answers within the call
+	cnProc    = 1 // CN_IDX_PROC and CN_VAL_PROC
+	cnListen  = 1 // PROC_CN_MCAST_LISTEN
+	cnIgnore  = 2 // PROC_CN_MCAST_IGNORE
+	procNone  = 0 // PROC_EVENT_NONE, the acknowledgement
+	procExec  = 2
+	procExit  = 0x80000000
+	cnHeader  = unix.SizeofNlMsghdr
+	procEvent = cnHeader + 20  // after struct cn_msg: what, cpu, timestamp_ns
+	procData  = procEvent + 16 // event_data: of exec and exit the thread, then its leader; of an acknowledgement an error
+
+	// connectorAnswer bounds the wait for an acknowledgement, which the kernel sends within the call.
+	connectorAnswer = time.Second
 )
 
 // connector is a socket that becomes readable when a process executes a program or ends.
@@ -67,7 +70,8 @@ func (c *connector) listen() error {
 	return unix.SetsockoptSockFprog(c.fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, execOrExit())
 }
 
-// ask sends an operation, in a struct cn_msg whose sequence number tells our acknowledgement from those that others get.
+// ask sends an operation, in a struct cn_msg whose ack tells our acknowledgement, which has one more, from those that others
+// get. The kernel gives the sequence number a meaning of its own.
 func (c *connector) ask(op uint32) error {
 	b := make([]byte, procEvent+4)
 	order := binary.NativeEndian
@@ -75,7 +79,7 @@ func (c *connector) ask(op uint32) error {
 	order.PutUint16(b[4:], unix.NLMSG_DONE)
 	order.PutUint32(b[cnHeader:], cnProc)
 	order.PutUint32(b[cnHeader+4:], cnProc)
-	order.PutUint32(b[cnHeader+8:], uint32(os.Getpid()))
+	order.PutUint32(b[cnHeader+12:], uint32(os.Getpid()))
 	order.PutUint16(b[cnHeader+16:], 4)
 	order.PutUint32(b[procEvent:], op)
 	return unix.Sendto(c.fd, b, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK})
@@ -85,26 +89,23 @@ func (c *connector) ask(op uint32) error {
 func (c *connector) acknowledged() error {
 	b := make([]byte, 4096)
 	order := binary.NativeEndian
-	for range 10000 { // events of others may come before
+	deadline := time.Now().Add(connectorAnswer)
+	for { // events of others may come before
+		left := time.Until(deadline)
 		fds := []unix.PollFd{{Fd: int32(c.fd), Events: unix.POLLIN}}
-		n, err := unix.Poll(fds, connectorAnswer)
-		if errors.Is(err, unix.EINTR) {
-			continue
-		}
-		if err != nil {
-			return err
-		}
-		if n == 0 {
+		if n, err := unix.Poll(fds, milliseconds(left)); left <= 0 || n == 0 && err == nil {
 			break
+		} else if err != nil && !errors.Is(err, unix.EINTR) {
+			return err
 		}
-		n, err = unix.Read(c.fd, b)
-		if errors.Is(err, unix.EINTR) || errors.Is(err, unix.EAGAIN) {
+		n, err := unix.Read(c.fd, b)
+		if errors.Is(err, unix.EINTR) || errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.ENOBUFS) {
 			continue
 		}
 		if err != nil {
 			return err
 		}
-		if n >= procData+4 && order.Uint32(b[procEvent:]) == procNone && order.Uint32(b[cnHeader+8:]) == uint32(os.Getpid()) {
+		if n >= procData+4 && order.Uint32(b[procEvent:]) == procNone && order.Uint32(b[cnHeader+12:]) == uint32(os.Getpid())+1 {
 			if e := order.Uint32(b[procData:]); e != 0 {
 				return unix.Errno(e)
 			}

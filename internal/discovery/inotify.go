@@ -19,7 +19,7 @@ type files struct {
 	fd        int
 	hierarchy *hierarchy
 
-	mu      sync.Mutex     // guards what follows: Follow is called from outside of the watcher's goroutine
+	mu      sync.Mutex // guards what follows: Follow is called from outside of the watcher's goroutine
 	closed  bool
 	watches map[string]int // path to watch descriptor
 }

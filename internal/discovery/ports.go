@@ -65,8 +65,11 @@ func (s *Snapshot) listenersOf(ctx context.Context, ns *os.File, ino uint64) (*l
 	if l := s.sockets[ino]; l != nil {
 		return l, nil
 	}
-	d, err := probes.OpenDiag(probes.DiagOptions{NetNS: int(ns.Fd())})
-	if err != nil {
+	var d *probes.Diag
+	if err := netns.Do(int(ns.Fd()), func() (err error) {
+		d, err = probes.OpenDiag(probes.DiagOptions{})
+		return err
+	}); err != nil {
 		return nil, err
 	}
 	socks, err := d.Dump(ctx, probes.Filter{States: 1 << probes.StateListen})

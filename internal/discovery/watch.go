@@ -62,23 +62,33 @@ type Watcher struct {
 // Watch starts a Watcher, which ends with ctx or by Close. What of it this machine or privilege does not allow is told by
 // Degraded and is no error.
 func Watch(ctx context.Context, o Options) (*Watcher, error) {
-	w := &Watcher{changed: make(chan struct{}, 1), tick: o.Tick, done: make(chan struct{})}
-	if w.tick <= 0 {
-		w.tick = defaultTick
-	}
+	w := &Watcher{}
 	var err error
-	if w.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
-		return nil, fmt.Errorf("watch processes: %w", err)
-	}
 	if w.connector, err = openConnector(); err != nil {
 		w.lacks("that a process starts or ends is noticed late", err)
 	}
 	if w.files, err = openFiles(); err != nil {
 		w.lacks("changes of network namespaces and control groups are noticed late", err)
 	}
+	if err := w.start(ctx, o); err != nil {
+		return nil, err
+	}
+	return w, nil
+}
+
+// start begins to listen to the sources that w has, which are closed at the end, or if it fails.
+func (w *Watcher) start(ctx context.Context, o Options) error {
+	w.changed, w.done, w.tick = make(chan struct{}, 1), make(chan struct{}), o.Tick
+	if w.tick <= 0 {
+		w.tick = defaultTick
+	}
+	var err error
+	if w.stop, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		return errors.Join(fmt.Errorf("watch processes: %w", err), w.closeSources())
+	}
 	w.unhook = context.AfterFunc(ctx, w.end)
 	go w.loop()
-	return w, nil
+	return nil
 }
 
 // Changed gets a value when it is time to look again. One that is not taken stands for all that follow it. It is not closed
@@ -191,13 +201,18 @@ func (w *Watcher) release() {
 	w.mu.Lock()
 	w.closed = true
 	w.mu.Unlock()
-	w.err = unix.Close(w.stop)
+	w.err = errors.Join(unix.Close(w.stop), w.closeSources())
+}
+
+func (w *Watcher) closeSources() error {
+	var err error
 	if w.connector != nil {
-		w.err = errors.Join(w.err, w.connector.Close())
+		err = w.connector.Close()
 	}
 	if w.files != nil {
-		w.err = errors.Join(w.err, w.files.Close())
+		err = errors.Join(err, w.files.Close())
 	}
+	return err
 }
 
 // milliseconds rounds up, so that poll(2) does not return before the time.

@@ -4,8 +4,13 @@ package e2e
 
 import (
 	"errors"
+	"fmt"
 	"io"
+	"io/fs"
 	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -111,4 +116,62 @@ func TestC1_PeersOfTheirPorts(t *testing.T) {
 	if b := r.result().Backend; b.OnNew.Chosen != drain.OnNewAdmit || !strings.Contains(b.OnNew.Why, "no peer for port 8081") {
 		t.Errorf("one port has no peer: got %s (%s), want admit and why", b.OnNew.Chosen, b.OnNew.Why)
 	}
+}
+
+// cgroupsOfRelays are those that there are on the host.
+func cgroupsOfRelays(t *testing.T) (dirs []string) {
+	t.Helper()
+	err := filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
+		if err == nil && d.IsDir() && filepath.Base(filepath.Dir(path)) == "ebb-relay" {
+			dirs = append(dirs, path)
+		}
+		return nil // what is gone meanwhile is none of them
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return dirs
+}
+
+// A relay has outlived its owner and its CMD, with nothing to carry, and another one has left an empty cgroup elsewhere: a
+// clean-up ends the one and removes what both have made.
+func TestG2_CleanupRemovesTheCgroupsOfRelays(t *testing.T) {
+	n := newLAN(t)
+	peer := newElsewhere(t, n.host, 9000)
+	r := n.run("web-g2", []string{"--service", "web", "--grace", "120s", "--peer", peer.v4}, goServer(t, n.v4(8080))...)
+	pid := r.child()
+	endAfter(t, pid)
+	hold := holdOpen(t, n.client, n.v4(8080))
+	r.must("drain", struct{}{})
+	own := slices.IndexFunc(cgroupsOfRelays(t), func(dir string) bool { return filepath.Base(dir) == "web-g2" })
+	if own < 0 {
+		t.Skip("relays have no cgroup of their own here")
+	}
+	beside := filepath.Dir(filepath.Dir(cgroupsOfRelays(t)[own]))
+	other := filepath.Join(beside, fmt.Sprintf("ebb-e2e-%d", os.Getpid()))
+	left := filepath.Join(other, "ebb-relay", "left")
+	if err := os.MkdirAll(left, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		for _, dir := range []string{left, filepath.Dir(left), other} {
+			if err := os.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+				t.Error(err)
+			}
+		}
+	})
+	r.kill9()
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	hold.Close()
+	if out := n.must("cleanup"); !strings.Contains(out, "removed "+filepath.Dir(left)+"\n") {
+		t.Errorf("clean-up: got %q, want %s in it", out, filepath.Dir(left))
+	}
+	for _, dir := range cgroupsOfRelays(t) {
+		if dir == left || filepath.Base(dir) == "web-g2" {
+			t.Errorf("after the clean-up: %s is left", dir)
+		}
+	}
+	n.nothingLeft("after the clean-up")
 }

@@ -108,6 +108,36 @@ func removeCgroup(name string) {
 	}
 }
 
+// Sweep removes the cgroups that relays have left, of any owner, and returns them. Those with a process in them stay.
+func Sweep() (removed []string, err error) {
+	root, err := cgroupMount()
+	if err != nil {
+		return nil, nil // then there are none
+	}
+	err = filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil: // it has gone meanwhile, or nobody may look
+			return fs.SkipDir
+		case !d.IsDir() || d.Name() != cgroupParent:
+			return nil
+		}
+		entries, err := os.ReadDir(path)
+		if err != nil {
+			return fs.SkipDir
+		}
+		for _, e := range entries {
+			if e.IsDir() {
+				_ = unix.Rmdir(filepath.Join(path, e.Name())) // fails if it is in use
+			}
+		}
+		if unix.Rmdir(path) == nil {
+			removed = append(removed, path)
+		}
+		return fs.SkipDir
+	})
+	return removed, err
+}
+
 // leaveCgroup moves the relay back to its owner's side and removes its cgroup, for an owner that has ended before. Where
 // that takes no processes (cgroups(7), no internal processes) the next relay of the name uses it again.
 func leaveCgroup(name string) {
