@@ -53,6 +53,7 @@ type node struct {
 	bpf     bpf.Options
 	host    *bpf.Host // nil: this host has no kernel datapath
 	hostErr error     // why
+	ring    *ring     // of host
 	events  *api.Log
 	metrics *metrics.Metrics
 	lease   *lease.Lease
@@ -84,8 +85,10 @@ func RunAgent(ctx context.Context, o AgentOptions) error {
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	if err := os.MkdirAll(filepath.Join(o.Config.State.Dir, "backends"), 0o700); err != nil {
-		return fmt.Errorf("make the state directory: %w", err)
+	for _, d := range []string{"backends", "lease"} {
+		if err := os.MkdirAll(filepath.Join(o.Config.State.Dir, d), 0o700); err != nil {
+			return fmt.Errorf("make the state directory: %w", err)
+		}
 	}
 	if err := api.MakeRunDir(o.RunDir, os.Getuid()); err != nil {
 		return err
@@ -107,7 +110,7 @@ func (n *node) own(ctx context.Context, sigs <-chan os.Signal) (ok bool, err err
 	}
 	got := make(chan answer, 1)
 	go func() {
-		l, err := lease.Acquire(ctx, filepath.Join(n.conf().State.Dir, "agent.lease"), lease.Options{Standby: n.o.Standby, Log: n.log})
+		l, err := lease.Acquire(ctx, filepath.Join(n.conf().State.Dir, "lease", "owner"), lease.Options{Standby: n.o.Standby, Log: n.log})
 		got <- answer{l, err}
 	}()
 	if n.o.Standby {
@@ -167,6 +170,10 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 	}
 	if n.host != nil {
 		defer func() { err = errors.Join(err, n.host.Close()) }()
+		if n.ring, err = openRing(n.host, n.log); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, n.ring.close()) }()
 	}
 	n.metrics.SetFeature("admission", n.host != nil && n.host.HasAdmission())
 	n.metrics.SetFeature("census", n.host != nil)
@@ -210,23 +217,34 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 	return errors.Join(errs...)
 }
 
-// lookEvery bounds how often the host is looked at for what backends tell: a look costs a walk of /proc.
-const lookEvery = 50 * time.Millisecond
+// A look costs a walk of /proc. What backends tell is looked at soon; that somewhere a process has started or ended, which on
+// some hosts is always so, less often.
+const (
+	lookEvery = 50 * time.Millisecond
+	lookAtAll = 500 * time.Millisecond
+)
 
 // loop lives until a stop.
 func (n *node) loop(sigs <-chan os.Signal) error {
-	renew := time.NewTicker(time.Second)
+	renew := time.NewTicker(lease.RenewEvery)
 	defer renew.Stop()
+	var calm <-chan time.Time // until the next look at all
+	changed := n.watcher.Changed()
 	for {
 		select {
-		case <-n.watcher.Changed():
+		case <-changed:
 			n.look()
+			changed, calm = nil, time.After(lookAtAll)
+		case <-calm:
+			changed, calm = n.watcher.Changed(), nil
 		case <-n.pokes:
 			n.look()
 			wait(n.ctx, lookEvery)
 		case <-renew.C:
-			if err := n.lease.Renew(); err != nil {
-				return fmt.Errorf("another agent owns this host now: %w", err)
+			if err := n.lease.Renew(); errors.Is(err, lease.ErrLost) {
+				return fmt.Errorf("another agent may own this host now: %w", err)
+			} else if err != nil {
+				n.log.Error("renew the lease: a standby takes over if this goes on", "err", err)
 			}
 			n.tell(systemd.Watchdog)
 		case s := <-sigs:

@@ -95,7 +95,7 @@ func (p *process) signal(sig syscall.Signal) error {
 	if p.pidfd == nil {
 		return nil
 	}
-	err := unix.PidfdSendSignal(int(p.pidfd.Fd()), sig, nil, 0)
+	err := control(p.pidfd, func(fd int) error { return unix.PidfdSendSignal(fd, sig, nil, 0) })
 	if errors.Is(err, unix.ESRCH) {
 		return nil
 	}
@@ -223,7 +223,11 @@ func startProcess(argv, env []string, stdin, stdout, stderr *os.File) (*process,
 
 // adoptProcess takes over a CMD that an earlier owner started and that is still the same process.
 func adoptProcess(pid int, start uint64) (*process, bool) {
-	pidfd, err := unix.PidfdOpen(pid, 0)
+	// Non-blocking, so that the runtime waits for it and not a thread.
+	pidfd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if errors.Is(err, unix.EINVAL) { // before Linux 5.10
+		pidfd, err = unix.PidfdOpen(pid, 0)
+	}
 	if err != nil {
 		return nil, false
 	}
@@ -285,24 +289,55 @@ func (p *process) watchPidfd(ctx context.Context) {
 	if p.pidfd == nil {
 		return
 	}
-	fds := []unix.PollFd{{Fd: int32(p.pidfd.Fd()), Events: unix.POLLIN}}
-	for ctx.Err() == nil {
-		n, err := unix.Poll(fds, 200)
-		if errors.Is(err, unix.EINTR) || (err == nil && n == 0) {
-			continue
+	if err := readable(ctx, p.pidfd); err != nil {
+		if ctx.Err() == nil {
+			p.finish(exit{err: fmt.Errorf("wait for process %d: %w", p.pid, err)})
 		}
-		if err != nil || fds[0].Revents&unix.POLLNVAL != 0 {
-			p.finish(exit{err: fmt.Errorf("poll pidfd of process %d: %w", p.pid, err)})
-			return
-		}
-		// A zombie shows its status in /proc; the pidfd tells it once the parent, whoever that is now, has reaped it.
-		code, known := zombieExit(p.pid, p.start)
-		for i := 0; !known && i < 20 && wait(ctx, 5*time.Millisecond); i++ {
-			code, known = pidfdExit(int(p.pidfd.Fd()))
-		}
-		p.finish(exit{code: code, known: known})
 		return
 	}
+	// A zombie shows its status in /proc; the pidfd tells it once the parent, whoever that is now, has reaped it.
+	code, known := zombieExit(p.pid, p.start)
+	for i := 0; !known && i < 20 && wait(ctx, 5*time.Millisecond); i++ {
+		code, known = pidfdExit(p.pidfd)
+	}
+	p.finish(exit{code: code, known: known})
+}
+
+// control runs do on the descriptor of f, which stays in the care of the runtime.
+func control(f *os.File, do func(fd int) error) error {
+	rc, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var done error
+	if err := rc.Control(func(fd uintptr) { done = do(int(fd)) }); err != nil {
+		return err
+	}
+	return done
+}
+
+// readable waits until f can be read, or ctx ends.
+func readable(ctx context.Context, f *os.File) error {
+	rc, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	defer context.AfterFunc(ctx, func() { _ = f.SetReadDeadline(time.Unix(1, 0)) })()
+	var polled error
+	err = rc.Read(func(fd uintptr) bool {
+		fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		n, err := unix.Poll(fds, 0)
+		switch {
+		case errors.Is(err, unix.EINTR), err == nil && n == 0:
+			return false
+		case err != nil:
+			polled = err
+		case fds[0].Revents&unix.POLLNVAL != 0:
+			polled = unix.EBADF
+		}
+		return true
+	})
+	return errors.Join(err, polled)
 }
 
 // close releases the pidfd. The process is left alone.
@@ -341,9 +376,10 @@ func parseZombie(stat string, start uint64) (code int, known bool) {
 }
 
 // pidfdExit asks the kernel how the process behind fd ended.
-func pidfdExit(fd int) (code int, known bool) {
+func pidfdExit(pidfd *os.File) (code int, known bool) {
 	info := unix.PidfdInfo{Mask: unix.PIDFD_INFO_EXIT}
-	if err := unix.IoctlPidfdInfo(fd, &info); err != nil || info.Mask&unix.PIDFD_INFO_EXIT == 0 {
+	err := control(pidfd, func(fd int) error { return unix.IoctlPidfdInfo(fd, &info) })
+	if err != nil || info.Mask&unix.PIDFD_INFO_EXIT == 0 {
 		return 0, false
 	}
 	return exitCode(unix.WaitStatus(info.Exit_code)), true

@@ -442,7 +442,7 @@ func (s *seat) datapath(ns *os.File, w discovery.Workload, a arrival) (datapath,
 		}
 	}
 	return newKernelDatapath(kernelOptions{
-		BPF: s.n.bpf, Host: s.n.host, NetNS: ns, ID: s.id, Gen: a.gen, Enforce: a.set.mode == drain.ModeEnforce,
+		BPF: s.n.bpf, Host: s.n.host, Ring: s.n.ring, NetNS: ns, ID: s.id, Gen: a.gen, Enforce: a.set.mode == drain.ModeEnforce,
 		Only: a.set.cov.ports, Adopt: true, Log: s.log,
 		Watch: func(h *bpf.Host, watch bpf.Watch) error {
 			var errs []error
