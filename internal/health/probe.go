@@ -24,7 +24,7 @@ type Probe struct {
 	HTTP *HTTPProbe
 	TCP  *TCPProbe
 	GRPC *GRPCProbe
-	Exec []string // argument vector, run without a shell; exit 0 is ready
+	Exec []string // argument vector, run without a shell and with nothing but PATH in its environment; exit status 0 is ready
 
 	Interval time.Duration // from the start of one attempt to the next; 0 is DefaultInterval
 	Timeout  time.Duration // of one attempt; 0 is DefaultTimeout

@@ -52,7 +52,7 @@ type Message struct {
 	Kind                    Kind
 	Reason                  drain.FlushReason // of a flush
 	Cause                   drain.Cause
-	TimeLeft                time.Duration // when Deliver is called: of a flush to the end of its slice, of a notify to the deadline
+	TimeLeft                time.Duration // from the call of Deliver: a flush's to the end of its slice, a notify's to the deadline
 }
 
 // Key is what makes a repeated message known as such: one drain has one of each kind.

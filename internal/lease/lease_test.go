@@ -343,13 +343,13 @@ func TestD3_RecordIsTakenAway(t *testing.T) {
 			return os.WriteFile(path, record{pid: 1, start: 1, pidns: 1, boot: "another", renewed: 1}.encode(), 0o600)
 		},
 	} {
+		t.Log(name)
 		if err := do(); err != nil {
 			t.Fatal(err)
 		}
 		heldBy(t, path, "held")
 		o.does("renew", fine)
 		heldBy(t, path, "by process "+strconv.Itoa(o.pid()))
-		t.Log(name)
 	}
 }
 
