@@ -21,6 +21,7 @@ const cookieWindow = 60 * time.Second
 // snapshot can see it, and its last ACK would meet a closed admission. The counter is read every half window: one
 // file of a few kilobytes, no walk.
 type cookieWatch struct {
+	pid  int // whose namespace; 0: ours
 	mu   sync.Mutex
 	sent uint64
 	at   time.Time // when it last grew
@@ -28,7 +29,11 @@ type cookieWatch struct {
 }
 
 func (w *cookieWatch) sample(now time.Time) {
-	f, err := os.Open("/proc/thread-self/net/netstat")
+	path := "/proc/thread-self/net/netstat"
+	if w.pid != 0 {
+		path = fmt.Sprintf("/proc/%d/net/netstat", w.pid)
+	}
+	f, err := os.Open(path)
 	if err != nil {
 		return
 	}

@@ -10,6 +10,7 @@ import (
 
 // coverage decides which of a process tree's listeners are the service.
 type coverage struct {
+	ports   []uint16         // of a match; empty: all
 	only    []netip.AddrPort // --listen; empty: all but the excluded
 	exclude []uint16         // --exclude-port
 	aux     []uint16         // ports of --ready: left out as long as another listener is there
@@ -23,6 +24,8 @@ func (c coverage) split(ls []listener) (why []string) {
 	main := false
 	for i, l := range ls {
 		switch {
+		case len(c.ports) > 0 && !slices.Contains(c.ports, l.addr.Port()):
+			why[i] = "another port than the backend's"
 		case slices.Contains(c.exclude, l.addr.Port()):
 			why[i] = "excluded by --exclude-port"
 		case len(c.only) > 0 && !slices.ContainsFunc(c.only, func(w netip.AddrPort) bool { return names(w, l.addr) }):
@@ -40,7 +43,7 @@ func (c coverage) split(ls []listener) (why []string) {
 		outside = outside || (why[i] == "" && !l.loopback())
 	}
 	for i, l := range ls {
-		if why[i] == "" && len(c.only) == 0 && outside && l.loopback() {
+		if why[i] == "" && len(c.only) == 0 && len(c.ports) == 0 && outside && l.loopback() {
 			why[i] = "loopback, and there are others"
 		}
 	}

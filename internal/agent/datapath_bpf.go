@@ -22,14 +22,19 @@ import (
 type kernelDatapath struct {
 	opts bpf.Options
 	host *bpf.Host
-	id   uint64
-	rule bpf.BackendRule
-	w    bpf.Watch
-	log  *slog.Logger
-	why  []string
+	// shared says that host is not ours to close.
+	shared bool
+	// watchMore is kernelOptions.Watch.
+	watchMore func(*bpf.Host, bpf.Watch) error
+	id        uint64
+	rule      bpf.BackendRule
+	w         bpf.Watch
+	log       *slog.Logger
+	why       []string
 
 	hintc  chan hint
-	events *bpf.EventReader
+	events *bpf.EventReader // nil with a ring
+	ring   *ring
 	wg     sync.WaitGroup
 
 	mu   sync.Mutex
@@ -49,7 +54,12 @@ type kernelDatapath struct {
 
 // kernelOptions says what a kernel datapath is for.
 type kernelOptions struct {
-	BPF     bpf.Options
+	BPF   bpf.Options
+	Host  *bpf.Host // of all backends of this process; nil: one of its own
+	Ring  *ring     // of Host; nil: the backend has one of its own
+	NetNS *os.File  // the network namespace of the application; nil: ours
+	// Watch watches for listeners of a process that is not known yet; nil: all that descends from us is the application.
+	Watch   func(*bpf.Host, bpf.Watch) error
 	ID, Gen uint64
 	Enforce bool
 	Only    []uint16
@@ -64,12 +74,14 @@ type kernelOptions struct {
 // newKernelDatapath installs what the host lacks and registers the backend. Nothing is touched in the path of a
 // connection until refuse: an open backend without targets is SK_PASS.
 func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
-	host, err := bpf.Install(o.BPF)
-	if err != nil {
-		return nil, err
+	host := o.Host
+	if host == nil {
+		if host, err = bpf.Install(o.BPF); err != nil {
+			return nil, err
+		}
 	}
 	k := &kernelDatapath{
-		opts: o.BPF, host: host, id: o.ID, log: o.Log,
+		opts: o.BPF, host: host, shared: o.Host != nil, watchMore: o.Watch, id: o.ID, log: o.Log,
 		rule:  bpf.BackendRule{Action: bpf.ActionOpen, Enforce: o.Enforce, Gen: o.Gen, Standby: true, Bypass: o.Bypass},
 		w:     bpf.Watch{Backend: o.ID, Gen: o.Gen, Only: o.Only, Exclude: o.Exclude},
 		hintc: make(chan hint, 16), taken: map[netip.AddrPort]error{},
@@ -99,21 +111,30 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 	if err := k.sweep(o.Dead); err != nil {
 		return nil, err
 	}
-	ns, err := os.Open("/proc/thread-self/ns/net")
-	if err != nil {
-		return nil, fmt.Errorf("open network namespace: %w", err)
+	ns := o.NetNS
+	if ns == nil {
+		if ns, err = os.Open("/proc/thread-self/ns/net"); err != nil {
+			return nil, fmt.Errorf("open network namespace: %w", err)
+		}
+		defer ns.Close()
 	}
-	defer ns.Close()
-	if err := k.addSpace(int(ns.Fd()), true); err != nil {
+	if err := k.addSpace(int(ns.Fd()), o.NetNS == nil); err != nil {
 		return nil, err
 	}
 	if !host.Guarded() {
 		k.why = append(k.why, "counts rest on one hook alone on this kernel: another sock_ops program that overwrites callback flags would make them too high")
 	}
-	if k.events, err = host.Events(o.ID); err != nil {
-		return nil, err
+	if o.Ring != nil {
+		k.ring = o.Ring
+		if err := k.ring.follow(k); err != nil {
+			return nil, err
+		}
+	} else {
+		if k.events, err = host.Events(o.ID); err != nil {
+			return nil, err
+		}
+		k.wg.Go(func() { read(k.events, k.log, k.hear) })
 	}
-	k.wg.Go(k.read)
 	if k.missedBase, err = k.missed(); err != nil {
 		return nil, err
 	}
@@ -126,6 +147,9 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 // watchSelf watches all that descends from us, which is CMD's: as a subreaper we are an ancestor of what CMD orphans
 // too. CMD itself is watched as well, for the time when we are gone.
 func (k *kernelDatapath) watchSelf() error {
+	if k.watchMore != nil {
+		return k.watchMore(k.host, k.watchRule())
+	}
 	tgid, start, err := bpf.Self()
 	if err != nil {
 		return err
@@ -225,45 +249,129 @@ func (k *kernelDatapath) space(id uint64) (*space, error) {
 	return nil, fmt.Errorf("network namespace %d of a listener has no living process of this backend", id)
 }
 
-func (k *kernelDatapath) read() {
+// read hands on events until their reader is closed.
+func read(events *bpf.EventReader, log *slog.Logger, hear func(bpf.Event)) {
 	for {
-		e, err := k.events.Read()
+		e, err := events.Read()
 		if errors.Is(err, os.ErrClosed) {
 			return
 		}
 		if err != nil {
-			k.log.Warn("read kernel events", "err", err)
+			log.Warn("read kernel events", "err", err)
 			return
 		}
-		if e.Type == bpf.EventSignal {
-			k.mu.Lock()
-			early := k.early
-			k.mu.Unlock()
-			if early != nil {
-				early.seen(e)
+		hear(e)
+	}
+}
+
+// hear turns an event of the kernel into a hint.
+func (k *kernelDatapath) hear(e bpf.Event) {
+	if e.Type == bpf.EventSignal {
+		k.mu.Lock()
+		early := k.early
+		k.mu.Unlock()
+		if early != nil {
+			early.seen(e)
+		}
+		return
+	}
+	h := hintListeners
+	if e.Type == bpf.EventZero {
+		h = hintZero
+	}
+	select {
+	case k.hintc <- h:
+	default:
+		// A full channel makes its reader list the listeners all the same; zero takes the place of one such hint.
+		if h == hintZero {
+			select {
+			case <-k.hintc:
+			default:
 			}
-			continue
-		}
-		h := hintListeners
-		if e.Type == bpf.EventZero {
-			h = hintZero
-		}
-		select {
-		case k.hintc <- h:
-		default:
-			// A full channel makes its reader list the listeners all the same; zero takes the place of one such hint.
-			if h == hintZero {
-				select {
-				case <-k.hintc:
-				default:
-				}
-				select {
-				case k.hintc <- h:
-				default:
-				}
+			select {
+			case k.hintc <- h:
+			default:
 			}
 		}
 	}
+}
+
+// ring reads the events of many backends.
+type ring struct {
+	events *bpf.EventReader
+	done   chan struct{}
+
+	mu   sync.Mutex
+	of   map[uint64]*kernelDatapath // by backend
+	next *batch                     // of those who want to follow while others do
+	busy sync.Mutex                 // held during a call of Follow
+}
+
+// batch is a call of Follow for several backends: each waits for a grace period of the kernel.
+type batch struct {
+	ids  []uint64
+	done chan struct{}
+	err  error
+}
+
+// openRing begins to read. What a backend's kernel says is handed to the datapath that follows.
+func openRing(h *bpf.Host, log *slog.Logger) (*ring, error) {
+	events, err := h.Ring()
+	if err != nil {
+		return nil, err
+	}
+	r := &ring{events: events, done: make(chan struct{}), of: map[uint64]*kernelDatapath{}}
+	go func() {
+		defer close(r.done)
+		read(events, log, func(e bpf.Event) {
+			r.mu.Lock()
+			k := r.of[e.Backend]
+			r.mu.Unlock()
+			if k != nil {
+				k.hear(e)
+			}
+		})
+	}()
+	return r, nil
+}
+
+func (r *ring) follow(k *kernelDatapath) error {
+	r.mu.Lock()
+	r.of[k.id] = k
+	b, first := r.next, false
+	if b == nil {
+		b, first = &batch{done: make(chan struct{})}, true
+		r.next = b
+	}
+	b.ids = append(b.ids, k.id)
+	r.mu.Unlock()
+	if !first {
+		<-b.done
+		return b.err
+	}
+	r.busy.Lock()
+	defer r.busy.Unlock()
+	r.mu.Lock()
+	r.next = nil // whoever comes now is too late for this one
+	r.mu.Unlock()
+	b.err = r.events.Follow(b.ids...)
+	close(b.done)
+	return b.err
+}
+
+// forget drops a datapath, unless another one has the backend by now.
+func (r *ring) forget(k *kernelDatapath) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.of[k.id] == k {
+		delete(r.of, k.id)
+	}
+}
+
+func (r *ring) close() error {
+	err := r.events.Close()
+	<-r.done
+	return err
 }
 
 func (k *kernelDatapath) name() string       { return "bpf" }
@@ -289,12 +397,19 @@ func (k *kernelDatapath) warnings() []string {
 
 // foreign names the programs of others that could overrule admission or disturb the census, and what that means.
 func (k *kernelDatapath) foreign() (why []string) {
-	ns, err := os.Open("/proc/thread-self/ns/net")
-	if err != nil {
-		return nil // then nothing of ours is attached either, which is said
+	if len(k.sps) == 0 {
+		return nil
 	}
-	defer ns.Close()
-	progs, err := bpf.Foreign(k.opts, int(ns.Fd()))
+	fd := k.sps[0].fd
+	if fd < 0 {
+		ns, err := os.Open("/proc/thread-self/ns/net")
+		if err != nil {
+			return nil // then nothing of ours is attached either, which is said
+		}
+		defer ns.Close()
+		fd = int(ns.Fd())
+	}
+	progs, err := bpf.Foreign(k.opts, fd)
 	if err != nil {
 		return []string{err.Error()}
 	}
@@ -882,20 +997,28 @@ func (k *kernelDatapath) forget(cookie uint64) bool {
 
 func (k *kernelDatapath) close(remove bool) error {
 	var err error
+	if k.ring != nil {
+		k.ring.forget(k)
+	}
 	if k.events != nil {
 		err = k.events.Close()
-		k.wg.Wait()
 	}
+	k.wg.Wait()
 	if remove {
 		err = errors.Join(err, k.host.RemoveBackend(k.id))
-		_, rerr := k.host.Release()
-		err = errors.Join(err, rerr)
+		if !k.shared {
+			_, rerr := k.host.Release()
+			err = errors.Join(err, rerr)
+		}
 	}
 	for _, sp := range k.spaces() {
 		if sp.diag != nil {
 			err = errors.Join(err, sp.diag.Close())
 		}
 		closeFD(sp.fd)
+	}
+	if k.shared {
+		return err
 	}
 	return errors.Join(err, k.host.Close())
 }

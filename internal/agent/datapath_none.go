@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"os"
 	"sync"
 	"time"
 
@@ -51,12 +52,21 @@ type walkDatapath struct {
 	known map[uint64]listener // until forgotten: a closed listener's connections are still counted
 }
 
-func newWalkDatapath(why ...string) (*walkDatapath, error) {
-	d, err := probes.OpenDiag(probes.DiagOptions{NetNS: -1})
+// newWalkDatapath counts in the network namespace ns; nil: ours.
+func newWalkDatapath(ns *os.File, why ...string) (*walkDatapath, error) {
+	fd := -1
+	if ns != nil {
+		var err error
+		if fd, err = dupFD(int(ns.Fd())); err != nil {
+			return nil, err
+		}
+	}
+	d, err := probes.OpenDiag(probes.DiagOptions{NetNS: fd})
 	if err != nil {
+		closeFD(fd)
 		return nil, fmt.Errorf("count by sock_diag: %w", err)
 	}
-	return &walkDatapath{sp: &space{fd: -1, diag: d}, why: why, hintc: make(chan hint), seen: map[uint64]bool{}, total: map[uint16]uint64{}, known: map[uint64]listener{}}, nil
+	return &walkDatapath{sp: &space{fd: fd, diag: d}, why: why, hintc: make(chan hint), seen: map[uint64]bool{}, total: map[uint16]uint64{}, known: map[uint64]listener{}}, nil
 }
 
 func (w *walkDatapath) name() string         { return "none" }
@@ -69,7 +79,12 @@ func (w *walkDatapath) uncover(listener)     {}
 func (w *walkDatapath) overruled() string    { return "" }
 func (w *walkDatapath) admit() error         { return nil }
 func (w *walkDatapath) unmark() error        { return nil }
-func (w *walkDatapath) close(bool) error     { return w.sp.diag.Close() }
+
+func (w *walkDatapath) close(bool) error {
+	err := w.sp.diag.Close()
+	closeFD(w.sp.fd)
+	return err
+}
 
 func (w *walkDatapath) refused() (int64, bool) { return 0, false }
 

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"sync"
@@ -18,6 +19,7 @@ import (
 type incarnation struct {
 	gen     uint64
 	set     *settings
+	from    *settings // what set was made of; the same where nothing was added
 	proc    *process
 	b       *backend // nil while there is no process
 	machine *drain.Machine
@@ -31,17 +33,19 @@ type incarnation struct {
 type arrival struct {
 	gen     uint64
 	set     *settings
+	from    *settings // nil: set itself
 	proc    *process
 	argv    []string
 	dp      datapath
 	journal *journal
 	past    history
-	adopted bool // an earlier owner had it already
+	adopted bool                          // an earlier owner had it already
+	aside   []func(context.Context) error // what runs beside it until it ends
 }
 
 // incarnate makes the backend and the drain of a process that has just been started, found or adopted the present ones.
 func (m *member) incarnate(ctx context.Context, a arrival) (*incarnation, error) {
-	inc := &incarnation{gen: a.gen, set: a.set, proc: a.proc}
+	inc := &incarnation{gen: a.gen, set: a.set, from: cmp.Or(a.from, a.set), proc: a.proc}
 	ctx, inc.cancel = context.WithCancel(ctx)
 	inc.wg.Go(func() { a.proc.watch(ctx) })
 	if !a.adopted {
@@ -82,6 +86,13 @@ func (m *member) incarnate(ctx context.Context, a arrival) (*incarnation, error)
 			m.log.Error("drain machine", "err", err)
 		}
 	})
+	for _, f := range a.aside {
+		inc.wg.Go(func() {
+			if err := f(ctx); err != nil && ctx.Err() == nil {
+				m.log.Error("look after the application", "err", err)
+			}
+		})
+	}
 	m.current.Store(inc)
 	if a.past.openDrain == nil {
 		inc.b.late.keep.begin()
@@ -93,8 +104,8 @@ func (m *member) backend(a arrival) *backend {
 	policy := a.set.eff.Policy
 	b := &backend{
 		name: m.name, service: m.service, cov: a.set.cov,
-		notify: a.set.notify, flush: a.set.flush, proc: a.proc, dp: a.dp, journal: a.journal, cookies: &cookieWatch{},
-		log: m.log.With("backend", m.name, "gen", a.gen), emit: m.emit, boot: bpf.BootNow, metrics: m.metrics,
+		notify: a.set.notify, flush: a.set.flush, proc: a.proc, dp: a.dp, journal: a.journal, cookies: &cookieWatch{pid: a.proc.pid},
+		log: m.log.With("backend", m.name, "gen", a.gen), emit: m.emit, boot: bpf.BootNow, metrics: m.metrics, flipped: m.flipped,
 		covered: map[uint64]listener{}, why: map[uint64]string{}, mustSee: a.adopted,
 		cls:  probes.NewClassifier(probes.ClassifierOptions{Protocol: string(policy.Protocol), IdleAfter: policy.IdleAfter}),
 		held: map[uint64]*probes.Held{},

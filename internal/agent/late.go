@@ -40,6 +40,8 @@ type lateOptions struct {
 	ports                 [2]uint16                   // source ports that the rule lets pass
 	keep                  bool                        // what comes while CMD is away waits for it
 	ready                 func(context.Context) error // of --ready; nil: none
+	// siblings are further backends of the service on this host, beside those of runs; nil: none.
+	siblings func(context.Context, *space) (sibs []sibling, why []string)
 }
 
 // late is what a backend does with connections that come after its drain has begun. The drain calls the methods of
@@ -319,6 +321,9 @@ func (b *backend) Redirect(ctx context.Context, how drain.OnNew, until time.Time
 	targets, err := l.targets(ctx, how, p, until)
 	if err == nil {
 		err = l.flip(ctx, how, targets, until)
+	}
+	if err == nil && b.flipped != nil {
+		err = b.flipped(ctx)
 	}
 	if err != nil {
 		letGo(held, l.log)
@@ -841,6 +846,45 @@ func (l *late) warnings() []string {
 		return nil
 	}
 	return []string{"health checks on the service's port are answered by another backend, so a balancer that relies on them does not see this drain: name them by --health-from or --health-path"}
+}
+
+// leaveFor bounds the wait of leave for the accept queues that are being emptied: what is taken in by nobody is reset.
+const leaveFor = time.Second
+
+// leave lets go of what this process holds. The rule and the relay go on, for the next owner.
+func (l *late) leave() {
+	for end := time.Now().Add(leaveFor); l.waiting.Load() > 0 && time.Now().Before(end); {
+		if !wait(l.ctx, emptyEvery) {
+			break
+		}
+	}
+	l.keep.end()
+	l.cancel()
+	l.letGo()
+	l.wg.Wait()
+	l.keep.letGo()
+	l.mu.Lock()
+	held, p := l.dups, l.relay
+	l.dups, l.relay = nil, nil
+	l.mu.Unlock()
+	letGo(held, l.log)
+	if p != nil {
+		if err := p.Close(); err != nil {
+			l.log.Warn("let go of the relay", "err", err)
+		}
+	}
+}
+
+// shed gives the relay up, which goes on until nothing is carried, and ends the redirection: another process has the
+// addresses now.
+func (l *late) shed() {
+	l.open()
+	l.mu.Lock()
+	p := l.relay
+	l.mu.Unlock()
+	if p != nil {
+		l.dropRelay(p)
+	}
 }
 
 // close lets the relay finish and gives it up.

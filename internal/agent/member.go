@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"net/url"
 	"os"
 	"slices"
@@ -18,9 +19,11 @@ import (
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/health"
 	"github.com/ebbproxy/ebb/internal/hook"
 	"github.com/ebbproxy/ebb/internal/metrics"
 	"github.com/ebbproxy/ebb/probes"
+	"github.com/ebbproxy/ebb/proxy"
 )
 
 // settings are what is configured for a backend. They are never changed, only replaced together with the incarnation that
@@ -32,7 +35,14 @@ type settings struct {
 	cov           coverage
 	notify, flush hook.Hook
 	ready         func(context.Context) error // of the application, beside that it listens; nil: none
-	retain        time.Duration
+
+	// What follows is of the agent's alone.
+	probe   *health.Probe
+	health  *proxy.Health
+	peers   []netip.AddrPort
+	holdMax int
+	holdFor time.Duration
+	weight  int
 }
 
 // member is one backend of this process: its present incarnation, and what became of those before. Its methods may be
@@ -45,6 +55,7 @@ type member struct {
 	events        *api.Log
 	metrics       *metrics.Metrics
 	late          func(*settings, datapath) lateOptions
+	flipped       func(context.Context) error // is backend.flipped
 	current       atomic.Pointer[incarnation]
 	wg            sync.WaitGroup // every goroutine that uses the datapath
 

@@ -20,6 +20,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ebbproxy/ebb/internal/discovery"
 	"github.com/ebbproxy/ebb/probes"
 )
 
@@ -48,12 +49,25 @@ type process struct {
 	pidfd *os.File
 	child bool // we are its parent and reap it
 
+	// members lists its processes where they are not one tree; nil: the main process and its descendants.
+	members  func() []int
+	workload discovery.Workload // by which it was found; zero: it was not
+	// foreign says that another manages its life: nothing of it is signalled but what a hook says, and nothing is killed.
+	foreign bool
+
 	once sync.Once
 	done chan struct{}
 	exit exit
 
 	mu    sync.Mutex
 	apart map[int]bool // processes below us that are not CMD's
+}
+
+// bygone is a process that has ended while nobody watched.
+func bygone(pid int, start uint64) *process {
+	p := &process{pid: pid, start: start, foreign: true, members: func() []int { return nil }, done: make(chan struct{})}
+	p.finish(exit{})
+	return p
 }
 
 // leaveOut says that a process below us is not CMD's: it is neither looked at, nor signalled, nor ended with it.
@@ -78,7 +92,10 @@ func (p *process) exited() <-chan struct{} { return p.done }
 
 // signal sends sig to CMD's main process. A process that is gone is no error: it has what it should have.
 func (p *process) signal(sig syscall.Signal) error {
-	err := unix.PidfdSendSignal(int(p.pidfd.Fd()), sig, nil, 0)
+	if p.pidfd == nil {
+		return nil
+	}
+	err := control(p.pidfd, func(fd int) error { return unix.PidfdSendSignal(fd, sig, nil, 0) })
 	if errors.Is(err, unix.ESRCH) {
 		return nil
 	}
@@ -119,6 +136,12 @@ func (p *process) killAll() error {
 
 // descendants lists the living processes that are CMD's: its tree, and what was orphaned to us as the subreaper.
 func (p *process) descendants() []int {
+	if p.members != nil {
+		pids := p.members()
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return slices.DeleteFunc(pids, func(pid int) bool { return p.apart[pid] })
+	}
 	root := p.pid
 	if p.child {
 		root = os.Getpid() // orphans of CMD hang below us, and nothing else does
@@ -200,7 +223,11 @@ func startProcess(argv, env []string, stdin, stdout, stderr *os.File) (*process,
 
 // adoptProcess takes over a CMD that an earlier owner started and that is still the same process.
 func adoptProcess(pid int, start uint64) (*process, bool) {
-	pidfd, err := unix.PidfdOpen(pid, 0)
+	// Non-blocking, so that the runtime waits for it and not a thread.
+	pidfd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if errors.Is(err, unix.EINVAL) { // before Linux 5.10
+		pidfd, err = unix.PidfdOpen(pid, 0)
+	}
 	if err != nil {
 		return nil, false
 	}
@@ -259,28 +286,67 @@ func exitCode(ws unix.WaitStatus) int {
 // watchPidfd waits for a process that is not our child. Its exit status is asked from the pidfd, which kernels
 // since 6.15 answer (PIDFD_INFO_EXIT, commit 7477d7dce48a); elsewhere it stays unknown.
 func (p *process) watchPidfd(ctx context.Context) {
-	fds := []unix.PollFd{{Fd: int32(p.pidfd.Fd()), Events: unix.POLLIN}}
-	for ctx.Err() == nil {
-		n, err := unix.Poll(fds, 200)
-		if errors.Is(err, unix.EINTR) || (err == nil && n == 0) {
-			continue
-		}
-		if err != nil || fds[0].Revents&unix.POLLNVAL != 0 {
-			p.finish(exit{err: fmt.Errorf("poll pidfd of process %d: %w", p.pid, err)})
-			return
-		}
-		// A zombie shows its status in /proc; the pidfd tells it once the parent, whoever that is now, has reaped it.
-		code, known := zombieExit(p.pid, p.start)
-		for i := 0; !known && i < 20 && wait(ctx, 5*time.Millisecond); i++ {
-			code, known = pidfdExit(int(p.pidfd.Fd()))
-		}
-		p.finish(exit{code: code, known: known})
+	if p.pidfd == nil {
 		return
 	}
+	if err := readable(ctx, p.pidfd); err != nil {
+		if ctx.Err() == nil {
+			p.finish(exit{err: fmt.Errorf("wait for process %d: %w", p.pid, err)})
+		}
+		return
+	}
+	// A zombie shows its status in /proc; the pidfd tells it once the parent, whoever that is now, has reaped it.
+	code, known := zombieExit(p.pid, p.start)
+	for i := 0; !known && i < 20 && wait(ctx, 5*time.Millisecond); i++ {
+		code, known = pidfdExit(p.pidfd)
+	}
+	p.finish(exit{code: code, known: known})
+}
+
+// control runs do on the descriptor of f, which stays in the care of the runtime.
+func control(f *os.File, do func(fd int) error) error {
+	rc, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var done error
+	if err := rc.Control(func(fd uintptr) { done = do(int(fd)) }); err != nil {
+		return err
+	}
+	return done
+}
+
+// readable waits until f can be read, or ctx ends.
+func readable(ctx context.Context, f *os.File) error {
+	rc, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	defer context.AfterFunc(ctx, func() { _ = f.SetReadDeadline(time.Unix(1, 0)) })()
+	var polled error
+	err = rc.Read(func(fd uintptr) bool {
+		fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		n, err := unix.Poll(fds, 0)
+		switch {
+		case errors.Is(err, unix.EINTR), err == nil && n == 0:
+			return false
+		case err != nil:
+			polled = err
+		case fds[0].Revents&unix.POLLNVAL != 0:
+			polled = unix.EBADF
+		}
+		return true
+	})
+	return errors.Join(err, polled)
 }
 
 // close releases the pidfd. The process is left alone.
-func (p *process) close() error { return p.pidfd.Close() }
+func (p *process) close() error {
+	if p.pidfd == nil {
+		return nil
+	}
+	return p.pidfd.Close()
+}
 
 // zombieExit reads how a process ended that nobody has reaped: field 52 of /proc/PID/stat (proc(5)), which shows a status
 // as wait does to whoever may trace it.
@@ -310,9 +376,10 @@ func parseZombie(stat string, start uint64) (code int, known bool) {
 }
 
 // pidfdExit asks the kernel how the process behind fd ended.
-func pidfdExit(fd int) (code int, known bool) {
+func pidfdExit(pidfd *os.File) (code int, known bool) {
 	info := unix.PidfdInfo{Mask: unix.PIDFD_INFO_EXIT}
-	if err := unix.IoctlPidfdInfo(fd, &info); err != nil || info.Mask&unix.PIDFD_INFO_EXIT == 0 {
+	err := control(pidfd, func(fd int) error { return unix.IoctlPidfdInfo(fd, &info) })
+	if err != nil || info.Mask&unix.PIDFD_INFO_EXIT == 0 {
 		return 0, false
 	}
 	return exitCode(unix.WaitStatus(info.Exit_code)), true

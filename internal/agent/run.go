@@ -17,6 +17,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -290,7 +291,11 @@ func backendID(name string) uint64 {
 		}
 		f.Close()
 	}
-	sum := sha256.Sum256(fmt.Appendf(nil, "run\x00%s\x00%d\x00%s", bootID(), netns, name))
+	return hashID("run", bootID(), strconv.FormatUint(netns, 10), name)
+}
+
+func hashID(parts ...string) uint64 {
+	sum := sha256.Sum256([]byte(strings.Join(parts, "\x00")))
 	return max(1, binary.LittleEndian.Uint64(sum[:]))
 }
 
@@ -462,7 +467,7 @@ func (r *runner) survivor(past history) *process {
 // datapath chooses how to count. auto prefers the kernel and says what it lacks; bpf insists.
 func (r *runner) datapath(adopted bool) (datapath, error) {
 	if r.o.Mode == drain.ModeOff || r.o.Datapath == "none" {
-		return newWalkDatapath()
+		return newWalkDatapath(nil)
 	}
 	cov := r.coverage()
 	k, err := newKernelDatapath(kernelOptions{
@@ -475,7 +480,7 @@ func (r *runner) datapath(adopted bool) (datapath, error) {
 	if r.o.Datapath == "bpf" {
 		return nil, fmt.Errorf("use the kernel datapath: %w (see `ebb check`)", err)
 	}
-	return newWalkDatapath("no kernel datapath, so admission cannot close and a zero is believed only after a pause: " + err.Error() + "; see `ebb check`")
+	return newWalkDatapath(nil, "no kernel datapath, so admission cannot close and a zero is believed only after a pause: "+err.Error()+"; see `ebb check`")
 }
 
 // deadBackends tells of the runs in dir whose owner has let go of its lock and whose CMD has ended. A backend that no

@@ -77,6 +77,10 @@ func (l *late) siblings(ctx context.Context, sp *space) (sibs []sibling, silent 
 		})
 	}
 	wg.Wait()
+	if l.o.siblings != nil {
+		more, not := l.o.siblings(ctx, sp)
+		sibs, why = append(sibs, more...), append(why, not...)
+	}
 	slices.SortFunc(sibs, func(a, b sibling) int { return cmp.Compare(a.name, b.name) })
 	if silent {
 		why = append(why, "a run on this host does not answer in time")

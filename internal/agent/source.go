@@ -10,7 +10,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
 )
 
@@ -79,14 +78,4 @@ func (r *runner) unbind() error {
 }
 
 // audited publishes one event for each action that somebody asked for, refused ones too.
-func (r *runner) audited(a api.Audit) {
-	e := drain.Event{Type: EventAction, Drain: a.Drain, Fields: map[string]any{
-		"action": a.Action, "uid": a.UID, "pid": a.PID, "by": a.By, "reason": a.Reason, "status": a.Status,
-	}}
-	e.Message = a.Action + " by " + a.By
-	if a.Err != nil {
-		e.Message += " was refused: " + a.Err.Error()
-		e.Fields["err"] = a.Err.Error()
-	}
-	r.emit(e)
-}
+func (r *runner) audited(a api.Audit) { r.emit(actionEvent(a)) }

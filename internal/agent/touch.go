@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/hook"
 	"github.com/ebbproxy/ebb/internal/metrics"
 	"github.com/ebbproxy/ebb/probes"
 )
@@ -97,9 +98,9 @@ func (b *backend) Survivors(ctx context.Context) ([]drain.Survivor, error) {
 	return out, nil
 }
 
-// Flush implements drain.World: CMD gets its stop signal once, and has flushed when it has exited. What is still open
-// then is held by a descriptor of ours, so that CMD's exit with unread data does not turn into a reset that destroys a
-// response on its way (RFC 9112, section 9.6).
+// Flush implements drain.World: the application is told once. By a signal it has flushed when it has exited, by another hook
+// when that says so. What is still open then is held by a descriptor of ours, so that an exit with unread data does not turn
+// into a reset that destroys a response on its way (RFC 9112, section 9.6).
 func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 	if q.Reason == drain.FlushDeadline {
 		b.hold(ctx)
@@ -108,7 +109,8 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 	b.flushing.Store(true)
 	defer b.flushing.Store(false)
 	if !b.told.Load() {
-		if err := b.proc.signal(b.flush.Signal); err != nil {
+		err := b.tell(ctx, b.flush, hook.Message{Kind: hook.Flush, Drain: q.Drain, Gen: q.Gen, Reason: q.Reason, TimeLeft: q.TimeLeft})
+		if err != nil {
 			return err
 		}
 	}
@@ -116,14 +118,18 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 	defer tick.Stop()
 	var finishing sync.WaitGroup
 	defer finishing.Wait()
+	if b.flush.Signal == 0 {
+		b.release(ctx, b.stillOwned(ctx), &finishing)
+		return nil
+	}
 	for {
 		select {
 		case <-b.proc.exited():
 			b.release(ctx, nil, &finishing)
 			return b.endRest(ctx)
 		case <-tick.C:
-			// What CMD has closed by itself is finished at once: its client waits for the FIN that our descriptor
-			// holds back.
+			// What the application has closed by itself is finished at once: its client waits for the FIN that our
+			// descriptor holds back.
 			b.release(ctx, b.stillOwned(ctx), &finishing)
 		case <-ctx.Done():
 			return context.Cause(ctx)
@@ -131,11 +137,21 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 	}
 }
 
+// tell delivers a hook, inside the network namespace of the application.
+func (b *backend) tell(ctx context.Context, h hook.Hook, m hook.Message) error {
+	m.Backend, m.Service = b.name, b.service
+	t := hook.Target{Signal: b.proc.signal, Log: b.log}
+	if sps := b.dp.spaces(); len(sps) > 0 {
+		t.NetNS = sps[0].fd
+	}
+	return h.Deliver(ctx, t, m)
+}
+
 // endRest asks what CMD has left behind to end, as when CMD is a shell that waits for its server, and waits for it: the
 // flush is theirs too.
 func (b *backend) endRest(ctx context.Context) error {
 	rest := b.proc.rest()
-	if len(rest) == 0 {
+	if len(rest) == 0 || b.proc.foreign {
 		return nil
 	}
 	b.log.Info("CMD has ended; its descendants are asked to", "pids", rest)
@@ -370,6 +386,13 @@ func (b *backend) Kill(ctx context.Context) error {
 	if len(b.proc.descendants()) == 0 {
 		return nil
 	}
+	if b.proc.foreign {
+		if b.flush.Signal != 0 {
+			b.emit(drain.Event{Type: drain.EventWarning, Message: fmt.Sprintf("process %d has not ended in time; whoever manages it has to end it", b.proc.pid)})
+		}
+		b.dropHeld()
+		return nil
+	}
 	b.log.Error("CMD has not ended in time and is killed", "pid", b.proc.pid)
 	if err := b.proc.killAll(); err != nil {
 		return err
@@ -378,6 +401,12 @@ func (b *backend) Kill(ctx context.Context) error {
 	case <-b.proc.exited():
 	case <-ctx.Done():
 	}
+	b.dropHeld()
+	return nil
+}
+
+// dropHeld closes our descriptors of connections that were not finished.
+func (b *backend) dropHeld() {
 	b.lookMu.Lock()
 	defer b.lookMu.Unlock()
 	for ino, h := range b.held {
@@ -386,7 +415,6 @@ func (b *backend) Kill(ctx context.Context) error {
 			b.log.Debug("close held connection", "err", err)
 		}
 	}
-	return nil
 }
 
 // Emit implements drain.World.

@@ -34,6 +34,7 @@ type backend struct {
 	boot          func() time.Duration
 	metrics       *metrics.Metrics
 	late          *late
+	flipped       func(context.Context) error // admission is closed, or late connections go elsewhere; nil: nobody cares
 
 	ready    atomic.Bool
 	told     atomic.Bool // CMD was sent its stop signal by somebody else
@@ -213,11 +214,11 @@ func (b *backend) Journal(r drain.Record) error {
 func (b *backend) SetReady(ready bool) { b.ready.Store(ready) }
 
 // Notify implements drain.World.
-func (b *backend) Notify(context.Context, drain.Notice) error {
+func (b *backend) Notify(ctx context.Context, n drain.Notice) error {
 	if b.notify.IsZero() {
 		return nil
 	}
-	return b.proc.signal(b.notify.Signal)
+	return b.tell(ctx, b.notify, hook.Message{Kind: hook.Notify, Drain: n.Drain, Gen: n.Gen, Cause: n.Cause, TimeLeft: time.Until(n.Deadline)})
 }
 
 // CloseAdmission implements drain.World.
@@ -247,6 +248,11 @@ func (b *backend) CloseAdmission(ctx context.Context, until time.Time) error {
 	}
 	b.refusing = true
 	b.mu.Unlock()
+	if b.flipped != nil {
+		if err := b.flipped(ctx); err != nil {
+			return err
+		}
+	}
 	if other := b.dp.overruled(); other != "" {
 		return fmt.Errorf("%w: %s may choose a socket although admission is closed", drain.ErrUnguarded, other)
 	}

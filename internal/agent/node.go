@@ -1,0 +1,441 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ebbproxy/ebb/bpf"
+	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/config"
+	"github.com/ebbproxy/ebb/internal/discovery"
+	"github.com/ebbproxy/ebb/internal/lease"
+	"github.com/ebbproxy/ebb/internal/metrics"
+	"github.com/ebbproxy/ebb/internal/systemd"
+)
+
+// Events of the agent itself; they have no backend.
+const (
+	// EventAgent says that the agent has started, taken over, reloaded its configuration or gives up what it owns.
+	EventAgent = "agent"
+)
+
+// AgentOptions say how `ebb agent` works. The zero value of a field is the documented default.
+type AgentOptions struct {
+	Config   *config.Config
+	Reload   func() (*config.Config, error) // reads the configuration again
+	Standby  bool                           // wait until the owner of this host goes
+	Datapath string                         // auto (default), bpf, none
+	RunDir   string                         // where relays and runs are
+	Version  string
+	Commit   string
+	Log      *slog.Logger
+}
+
+// node is one `ebb agent`: the backends of this host that a configuration names.
+type node struct {
+	o       AgentOptions
+	log     *slog.Logger
+	started time.Time
+	bpf     bpf.Options
+	host    *bpf.Host // nil: this host has no kernel datapath
+	hostErr error     // why
+	ring    *ring     // of host
+	events  *api.Log
+	metrics *metrics.Metrics
+	lease   *lease.Lease
+	watcher *discovery.Watcher
+	snap    discovery.Snapshot // of look
+	pokes   chan struct{}      // a look at the host is due
+	ctx     context.Context
+	wg      sync.WaitGroup
+
+	mu       sync.Mutex
+	cfg      *config.Config
+	seats    []*seat // in the order of the configuration
+	ends     map[*seat]context.CancelFunc
+	services map[string]*serviceSeat
+}
+
+// RunAgent owns the backends of this host until SIGTERM or the end of ctx, and then leaves everything in place for the next
+// owner.
+func RunAgent(ctx context.Context, o AgentOptions) error {
+	sigs := make(chan os.Signal, 8)
+	signal.Notify(sigs, unix.SIGTERM, unix.SIGINT, unix.SIGHUP)
+	defer signal.Stop(sigs)
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	n := &node{
+		o: o, log: o.Log, cfg: o.Config, pokes: make(chan struct{}, 1),
+		ends: map[*seat]context.CancelFunc{}, services: map[string]*serviceSeat{},
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	for _, d := range []string{"backends", "lease"} {
+		if err := os.MkdirAll(filepath.Join(o.Config.State.Dir, d), 0o700); err != nil {
+			return fmt.Errorf("make the state directory: %w", err)
+		}
+	}
+	if err := api.MakeRunDir(o.RunDir, os.Getuid()); err != nil {
+		return err
+	}
+	ok, err := n.own(ctx, sigs)
+	if err != nil || !ok {
+		return err
+	}
+	return errors.Join(n.run(ctx, sigs), n.lease.Release())
+}
+
+// own waits for the lease. ok is false if a stop was asked for meanwhile.
+func (n *node) own(ctx context.Context, sigs <-chan os.Signal) (ok bool, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	type answer struct {
+		l   *lease.Lease
+		err error
+	}
+	got := make(chan answer, 1)
+	go func() {
+		l, err := lease.Acquire(ctx, filepath.Join(n.conf().State.Dir, "lease", "owner"), lease.Options{Standby: n.o.Standby, Log: n.log})
+		got <- answer{l, err}
+	}()
+	if n.o.Standby {
+		n.tell(systemd.Ready, systemd.Status("standing by"))
+	}
+	for {
+		select {
+		case a := <-got:
+			n.lease = a.l
+			return a.err == nil, a.err
+		case s := <-sigs:
+			if s == unix.SIGHUP {
+				n.reload()
+				continue
+			}
+			cancel()
+			if a := <-got; a.l != nil {
+				return false, a.l.Release()
+			}
+			return false, nil
+		}
+	}
+}
+
+// tell informs systemd.
+func (n *node) tell(states ...string) {
+	if err := systemd.Notify(states...); err != nil {
+		n.log.Warn("tell systemd", "err", err)
+	}
+}
+
+func (n *node) conf() *config.Config {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.cfg
+}
+
+func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
+	n.started = time.Now()
+	var cancel context.CancelFunc
+	n.ctx, cancel = context.WithCancel(ctx)
+	defer cancel()
+	cfg := n.conf()
+	n.events = api.NewLog(api.LogOptions{})
+	if n.metrics, err = metrics.New(metrics.Options{Source: n.roster(), Version: n.o.Version, Commit: n.o.Commit, Retain: cfg.Defaults.Retain}); err != nil {
+		return err
+	}
+	n.bpf = bpf.Options{Dir: cfg.State.BPFFS, Log: n.log}
+	n.hostErr = errors.New("--datapath none is set")
+	if n.o.Datapath != "none" {
+		if n.host, n.hostErr = bpf.Install(n.bpf); n.hostErr != nil {
+			if n.o.Datapath == "bpf" {
+				return fmt.Errorf("use the kernel datapath: %w (see `ebb check`)", n.hostErr)
+			}
+			n.log.Warn("no kernel datapath: counts come from walks, and admission cannot close", "err", n.hostErr)
+		}
+	}
+	if n.host != nil {
+		defer func() { err = errors.Join(err, n.host.Close()) }()
+		if n.ring, err = openRing(n.host, n.log); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, n.ring.close()) }()
+	}
+	n.metrics.SetFeature("admission", n.host != nil && n.host.HasAdmission())
+	n.metrics.SetFeature("census", n.host != nil)
+	if n.watcher, err = discovery.Watch(n.ctx, discovery.Options{}); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, n.watcher.Close()) }()
+	lns, err := n.bind(n.ctx)
+	if err != nil {
+		return err
+	}
+	if err := n.apply(cfg); err != nil {
+		return errors.Join(err, lns.close())
+	}
+	n.look()
+	stopAPI, err := n.serve(lns)
+	if err != nil {
+		return err
+	}
+	n.wg.Go(func() { n.follow() })
+	n.emit(drain.Event{Type: EventAgent, Message: fmt.Sprintf("owns the %d backends of this host", len(n.roster()()))})
+	for _, why := range n.watcher.Degraded() {
+		n.emit(drain.Event{Type: EventDegraded, Message: why})
+	}
+	n.tell(systemd.Ready, systemd.Status(fmt.Sprintf("%d backends", len(n.roster()()))))
+
+	err = n.loop(sigs)
+
+	n.tell(systemd.Stopping)
+	n.emit(drain.Event{Type: EventAgent, Message: "gives up what it owns; rules, counts and deadlines stay for the next owner"})
+	cancel()
+	n.mu.Lock()
+	seats := n.seats
+	n.mu.Unlock()
+	errs := []error{err}
+	for _, s := range seats {
+		errs = append(errs, s.stop(false))
+	}
+	stopAPI()
+	n.wg.Wait()
+	return errors.Join(errs...)
+}
+
+// A look costs a walk of /proc. What backends tell is looked at soon; that somewhere a process has started or ended, which on
+// some hosts is always so, less often.
+const (
+	lookEvery = 50 * time.Millisecond
+	lookAtAll = 500 * time.Millisecond
+)
+
+// loop lives until a stop.
+func (n *node) loop(sigs <-chan os.Signal) error {
+	renew := time.NewTicker(lease.RenewEvery)
+	defer renew.Stop()
+	var calm <-chan time.Time // until the next look at all
+	changed := n.watcher.Changed()
+	for {
+		select {
+		case <-changed:
+			n.look()
+			changed, calm = nil, time.After(lookAtAll)
+		case <-calm:
+			changed, calm = n.watcher.Changed(), nil
+		case <-n.pokes:
+			n.look()
+			wait(n.ctx, lookEvery)
+		case <-renew.C:
+			if err := n.lease.Renew(); errors.Is(err, lease.ErrLost) {
+				return fmt.Errorf("another agent may own this host now: %w", err)
+			} else if err != nil {
+				n.log.Error("renew the lease: a standby takes over if this goes on", "err", err)
+			}
+			n.tell(systemd.Watchdog)
+		case s := <-sigs:
+			if s != unix.SIGHUP {
+				return nil
+			}
+			n.tell(systemd.Reloading)
+			n.reload()
+			n.look()
+			n.tell(systemd.Ready)
+		case <-n.ctx.Done():
+			return nil
+		}
+	}
+}
+
+// poke asks for a look at the host.
+func (n *node) poke() {
+	select {
+	case n.pokes <- struct{}{}:
+	default:
+	}
+}
+
+// look finds out what each backend's processes are.
+func (n *node) look() {
+	n.mu.Lock()
+	seats := slices.Clone(n.seats)
+	n.mu.Unlock()
+	if len(seats) == 0 {
+		return
+	}
+	if err := n.snap.Scan(n.ctx); err != nil {
+		if n.ctx.Err() == nil {
+			n.log.Error("look at the processes of this host", "err", err)
+		}
+		return
+	}
+	var found []discovery.Workload
+	for _, s := range seats {
+		w, err := n.snap.Find(n.ctx, s.match)
+		if err == nil {
+			found = append(found, w)
+		}
+		put(s.finds, find{w, err})
+	}
+	n.watcher.Follow(found...)
+}
+
+// reload puts a changed configuration in force. What is wrong with it changes nothing.
+func (n *node) reload() {
+	cfg, err := n.o.Reload()
+	if err == nil && n.events != nil {
+		err = n.apply(cfg)
+	} else if err == nil {
+		n.mu.Lock()
+		n.cfg = cfg
+		n.mu.Unlock()
+	}
+	if err != nil {
+		n.log.Error("the configuration stays as it was", "err", err)
+		n.emit(drain.Event{Type: EventAgent, Message: "the configuration stays as it was: " + err.Error()})
+		return
+	}
+	n.log.Info("configuration reloaded")
+}
+
+// apply makes the seats those of the configuration: what is unchanged is not touched.
+func (n *node) apply(cfg *config.Config) error {
+	n.mu.Lock()
+	old := n.cfg
+	have := map[string]*seat{}
+	for _, s := range n.seats {
+		have[s.name] = s
+	}
+	n.mu.Unlock()
+	if keys := config.Diff(old, cfg).Restart; len(keys) > 0 {
+		return fmt.Errorf("%s: read at the start alone; restart the agent to change it, which cuts nothing", strings.Join(keys, ", "))
+	}
+	var seats, fresh []*seat
+	var errs []error
+	for _, sv := range cfg.Services {
+		for _, b := range sv.Backends {
+			if b.Match == nil {
+				continue // a peer of the others: see settingsOf
+			}
+			s := have[b.Name]
+			if s != nil && s.service == sv.Name && s.match == *b.Match {
+				delete(have, b.Name)
+				seats = append(seats, s)
+				s.configure(sv, b)
+				continue
+			}
+			if s != nil {
+				// The same name for something else: what was has to go first.
+				delete(have, b.Name)
+				errs = append(errs, n.remove(s))
+			}
+			s, err := n.newSeat(sv, b)
+			if err != nil {
+				errs = append(errs, fmt.Errorf("backend %s: %w", b.Name, err))
+				continue
+			}
+			seats, fresh = append(seats, s), append(fresh, s)
+		}
+	}
+	n.mu.Lock()
+	n.cfg, n.seats = cfg, seats
+	n.mu.Unlock()
+	for _, s := range have {
+		errs = append(errs, n.remove(s))
+	}
+	for _, s := range fresh {
+		ctx, cancel := context.WithCancel(n.ctx)
+		n.mu.Lock()
+		n.ends[s] = cancel
+		n.mu.Unlock()
+		go s.tend(ctx)
+	}
+	errs = append(errs, n.steerServices(cfg))
+	return errors.Join(errs...)
+}
+
+// remove ends a backend that is configured no more.
+func (n *node) remove(s *seat) error {
+	n.mu.Lock()
+	cancel := n.ends[s]
+	delete(n.ends, s)
+	n.mu.Unlock()
+	cancel()
+	n.log.Info("backend is configured no more", "backend", s.name)
+	return s.stop(true)
+}
+
+// roster is what the API shows.
+func (n *node) roster() roster {
+	return func() []*member {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		ms := make([]*member, len(n.seats))
+		for i, s := range n.seats {
+			ms[i] = s.member
+		}
+		return ms
+	}
+}
+
+func (n *node) seatsOf(service string) []*seat {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	var out []*seat
+	for _, s := range n.seats {
+		if s.service == service {
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
+// owns is the backend that a process belongs to.
+func (n *node) owns(_ context.Context, pid int) (string, bool) {
+	n.mu.Lock()
+	seats := slices.Clone(n.seats)
+	n.mu.Unlock()
+	for _, s := range seats {
+		if p := s.life().proc; p != nil && slices.Contains(p.descendants(), pid) {
+			return s.name, true
+		}
+	}
+	return "", false
+}
+
+func (n *node) emit(e drain.Event) {
+	e.Time = time.Now()
+	if n.events != nil {
+		n.events.Publish(e)
+	}
+}
+
+// follow reads the events to their end and accounts for each where it belongs.
+func (n *node) follow() {
+	sub := n.events.Subscribe(1)
+	for {
+		e, err := sub.Next(context.WithoutCancel(n.ctx))
+		if err != nil {
+			return // the log is closed and read
+		}
+		for _, m := range n.roster()() {
+			if m.name == e.Backend {
+				m.account(n.ctx, e)
+			}
+		}
+	}
+}

@@ -1,0 +1,578 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/ebbproxy/ebb/bpf"
+	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/config"
+	"github.com/ebbproxy/ebb/internal/discovery"
+	"github.com/ebbproxy/ebb/internal/health"
+	"github.com/ebbproxy/ebb/internal/netns"
+	"github.com/ebbproxy/ebb/probes"
+	"github.com/ebbproxy/ebb/proxy"
+)
+
+// seat is a configured backend of this host: its processes come and go, it stays. One goroutine, that of tend, changes it.
+type seat struct {
+	*member
+	n     *node
+	log   *slog.Logger
+	match discovery.Match
+	finds chan find      // the last look at the host; of capacity 1
+	confs chan *settings // the last configuration; of capacity 1
+	gone  chan struct{}  // closed when tend has returned
+
+	configured *settings // the last that was put into confs; of whoever applies a configuration
+
+	// What follows is of the goroutine.
+	j        *journal
+	past     history
+	dp       datapath
+	netns    uint64    // inode number of the namespace that dp was made in
+	set      *settings // for the next incarnation
+	exited   bool      // the present process has, and its drain knows
+	over     bool      // the drain of the present incarnation is
+	audited  uint64    // connections counted at the last audit that agreed
+	unproven bool      // no audit has agreed yet
+}
+
+// find is what a look at the host has shown.
+type find struct {
+	workload discovery.Workload
+	err      error
+}
+
+// put replaces what waits in a channel of capacity 1 that one goroutine writes to.
+func put[T any](c chan T, v T) {
+	select {
+	case <-c:
+	default:
+	}
+	c <- v
+}
+
+func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
+	s := &seat{
+		member: &member{
+			name: b.Name, service: sv.Name, id: agentBackendID(b.Name), started: n.started, log: n.log, events: n.events, metrics: n.metrics,
+		},
+		n: n, log: n.log.With("backend", b.Name), match: *b.Match, finds: make(chan find, 1), confs: make(chan *settings, 1), gone: make(chan struct{}), unproven: true,
+	}
+	s.late = s.lateOptions
+	s.flipped = func(ctx context.Context) error { return n.flipped(ctx, sv.Name) }
+	s.set = settingsOf(sv, b)
+	s.configured = s.set
+	var err error
+	if s.j, s.past, err = openJournal(filepath.Join(n.conf().State.Dir, "backends", b.Name+".journal")); err != nil {
+		return nil, err
+	}
+	if s.past.torn {
+		s.log.Warn("journal ended in a torn record, which was cut off")
+	}
+	s.current.Store(&incarnation{gen: s.past.lastGen, set: s.set, absent: "it was not looked for yet"})
+	n.metrics.Register(sv.Name, b.Name)
+	return s, nil
+}
+
+// settingsOf is what a configuration says of one backend.
+func settingsOf(sv config.Service, b config.Backend) *settings {
+	set := &settings{
+		mode: b.Mode, policy: sv.Policy, notify: sv.Notify, flush: sv.Flush, weight: b.Weight,
+		probe: sv.Ready, holdMax: sv.HoldMax, holdFor: sv.HoldFor,
+	}
+	// The policy of a configuration has been validated, so that its sums fit.
+	set.eff, _ = drain.Validate(sv.Policy)
+	if b.Match.Port != 0 {
+		set.cov.ports = []uint16{b.Match.Port}
+	}
+	if p := sv.Ready; p != nil {
+		switch {
+		case p.HTTP != nil:
+			set.cov.aux = []uint16{p.HTTP.Port}
+		case p.TCP != nil:
+			set.cov.aux = []uint16{p.TCP.Port}
+		case p.GRPC != nil:
+			set.cov.aux = []uint16{p.GRPC.Port}
+		}
+	}
+	if len(sv.Health.From) > 0 || sv.Health.Path != "" {
+		set.health = &proxy.Health{From: sv.Health.From, Path: sv.Health.Path}
+	}
+	for _, r := range sv.Backends {
+		if r.Address.IsValid() {
+			set.peers = append(set.peers, r.Address)
+		}
+	}
+	return set
+}
+
+// agentBackendID names a backend of the agent of this host: the same name is the same one until the next boot.
+func agentBackendID(name string) uint64 { return hashID("agent", bootID(), name) }
+
+// tend lives as long as the backend is configured and this process owns it.
+func (s *seat) tend(ctx context.Context) {
+	defer close(s.gone)
+	every := time.NewTicker(auditEvery)
+	defer every.Stop()
+	for {
+		inc := s.life()
+		var exited, over <-chan struct{}
+		var hints <-chan hint
+		if inc.b != nil {
+			hints = inc.b.dp.hints()
+			if !s.exited {
+				exited = inc.proc.exited()
+			}
+			if !s.over {
+				over = inc.machine.Done()
+			}
+		}
+		select {
+		case f := <-s.finds:
+			s.look(ctx, f)
+		case set := <-s.confs:
+			s.set = set
+			s.adjust(ctx)
+		case h := <-hints:
+			s.hear(ctx, h)
+		case <-exited:
+			s.left(inc)
+		case <-over:
+			s.ended(ctx, inc)
+		case <-every.C:
+			s.routine(ctx, inc)
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// hear answers a hint of the kernel.
+func (s *seat) hear(ctx context.Context, h hint) {
+	inc := s.life()
+	if h == hintZero {
+		inc.machine.Zero()
+		return
+	}
+	if err := inc.b.refresh(ctx); err != nil && !errors.Is(err, probes.ErrGone) {
+		s.log.Warn("look for listeners", "err", err)
+	}
+	inc.b.lift()
+	s.n.changed(s.service)
+	if s.exited {
+		s.n.poke() // it may be its successor's
+	}
+}
+
+// left says that the process has ended.
+func (s *seat) left(inc *incarnation) {
+	s.exited = true
+	s.emit(drain.Event{Type: EventRun, Gen: inc.gen, Message: fmt.Sprintf("process %d ended: %s", inc.proc.pid, inc.proc.exit), Fields: map[string]any{"pid": inc.proc.pid, "exit": inc.proc.exit.String()}})
+	s.n.poke()
+	if inc.b.flushing.Load() {
+		return // the flush sees it, and says so itself
+	}
+	inc.machine.Exited(endOf(inc))
+}
+
+// endOf says what was wrong with the way a process ended; nil if it was asked to, ended well, or nobody can tell.
+func endOf(inc *incarnation) error {
+	if inc.b.flushed.Load() || !inc.proc.exit.known || inc.proc.exit.code == 0 {
+		return nil
+	}
+	return fmt.Errorf("process %d ended: %s", inc.proc.pid, inc.proc.exit)
+}
+
+// ended says that the drain is over, or that the application has ended without one.
+func (s *seat) ended(ctx context.Context, inc *incarnation) {
+	st := inc.machine.Status()
+	s.over = st.State == drain.StateDone || st.State == drain.StateLost
+	s.n.changed(s.service)
+	if !s.over {
+		s.adjust(ctx) // taken back: what was configured meanwhile holds now
+	}
+}
+
+// routine compares the census with the sockets, unless nothing has come or gone since it was last seen to be right.
+func (s *seat) routine(ctx context.Context, inc *incarnation) {
+	if inc.b == nil || inc.draining() {
+		return // a drain has audits of its own
+	}
+	inc.b.cookies.sample(time.Now())
+	c, err := inc.b.census(ctx)
+	if err == nil && !s.unproven && c.total == s.audited && c.open+c.ending+c.closing == 0 {
+		return
+	}
+	agreed := false
+	if err == nil {
+		agreed, err = inc.b.audit(ctx)
+	}
+	if err != nil {
+		if ctx.Err() == nil {
+			s.log.Warn("audit", "err", err)
+		}
+		return
+	}
+	s.unproven, s.audited = !agreed, c.total
+}
+
+// look takes in what was found on the host.
+func (s *seat) look(ctx context.Context, f find) {
+	inc := s.life()
+	if inc.b == nil && s.past.lastRun != nil {
+		s.recover(ctx, f)
+		inc = s.life()
+	}
+	switch {
+	case f.err != nil:
+		if inc.b == nil {
+			s.current.Store(&incarnation{gen: inc.gen, set: s.set, absent: f.err.Error()})
+		}
+	case inc.b != nil && inc.proc.pid == f.workload.Main && inc.proc.start == f.workload.Start:
+	case inc.b != nil && !s.exited && s.alive(inc):
+		// What it was found by may mean another one too by now; that one's turn comes when this one has ended.
+	default:
+		if err := s.arrive(ctx, f.workload); err != nil && ctx.Err() == nil {
+			s.degraded("its process cannot be taken in: " + err.Error())
+		}
+	}
+}
+
+// alive tells whether the present process lives, and says so to its drain if it does not.
+func (s *seat) alive(inc *incarnation) bool {
+	select {
+	case <-inc.proc.exited():
+		s.left(inc)
+		return false
+	default:
+		return true
+	}
+}
+
+// recover goes on with what an earlier owner has left: its process if that lives, else the end of its drain.
+func (s *seat) recover(ctx context.Context, f find) {
+	last, past := s.past.lastRun, s.past
+	s.past.lastRun, s.past.openDrain, s.past.late = nil, nil, nil
+	w := discovery.Workload{Main: last.PID, Start: last.Start}
+	if f.err == nil && f.workload.Main == last.PID && f.workload.Start == last.Start {
+		w = f.workload
+	}
+	p, ok := s.process(w)
+	if !ok || last.BootID != bootID() {
+		if past.openDrain == nil || last.BootID != bootID() {
+			return // a drain does not outlive its boot: neither do its connections
+		}
+		p = bygone(last.PID, last.Start)
+	}
+	if err := s.enter(ctx, w, arrival{gen: last.Gen, set: s.set, proc: p, argv: last.Argv, past: past, adopted: true}); err != nil && ctx.Err() == nil {
+		s.degraded("what an earlier owner has left cannot be taken over: " + err.Error())
+		return
+	}
+	inc := s.life()
+	if past.openDrain == nil {
+		// A refusal whose drain is in no journal is nobody's any more.
+		if err := s.dp.admit(); err != nil {
+			s.log.Warn("open admission", "err", err)
+		}
+	}
+	if past.flushed {
+		inc.b.flushed.Store(true)
+	}
+	s.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("took over %s, process %d; %s", strings.Join(last.Argv, " "), p.pid, s.set.eff), Fields: map[string]any{"pid": p.pid, "argv": last.Argv}})
+}
+
+// arrive makes a process the present incarnation.
+func (s *seat) arrive(ctx context.Context, w discovery.Workload) error {
+	old := s.life()
+	if old.b != nil {
+		s.conclude(ctx, old)
+	}
+	p, ok := s.process(w)
+	if !ok {
+		s.n.poke() // it has gone again
+		return nil
+	}
+	gen := max(old.gen+1, s.past.lastGen+1, uint64(time.Now().Unix()))
+	argv := commandOf(p.pid)
+	if err := s.enter(ctx, w, arrival{gen: gen, set: s.set, proc: p, argv: argv}); err != nil {
+		return errors.Join(err, p.close())
+	}
+	if old.proc != nil {
+		if err := old.proc.close(); err != nil {
+			s.log.Warn("let go of the process before", "err", err)
+		}
+	}
+	s.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("found %s, process %d; %s", strings.Join(argv, " "), p.pid, s.set.eff), Fields: map[string]any{"pid": p.pid, "argv": argv}})
+	return nil
+}
+
+// concludeFor bounds the wait for the end of a drain whose process has a successor already.
+const concludeFor = 10 * time.Second
+
+// conclude brings the drain of a process that has ended to its outcome, so that its successor's connections are not taken
+// for late ones.
+func (s *seat) conclude(ctx context.Context, old *incarnation) {
+	old.b.late.shed()
+	if err := s.dp.admit(); err != nil {
+		s.log.Warn("open admission for the next process", "err", err)
+	}
+	if old.draining() {
+		t := time.NewTimer(concludeFor)
+		defer t.Stop()
+		select {
+		case <-old.machine.Done():
+		case <-t.C:
+			s.log.Warn("the drain of a process that has a successor does not end, and is given up", "drain", old.machine.Status().ID)
+		case <-ctx.Done():
+		}
+	}
+	old.end()
+}
+
+// process is the one that was found, if it lives still.
+func (s *seat) process(w discovery.Workload) (*process, bool) {
+	p, ok := adoptProcess(w.Main, w.Start)
+	if !ok {
+		return nil, false
+	}
+	p.foreign, p.workload = true, w
+	if w.CgroupPath != "" {
+		p.members = func() []int {
+			pids, err := w.Members()
+			if err != nil {
+				s.log.Debug("list the processes of the cgroup", "cgroup", w.CgroupPath, "err", err)
+			}
+			return pids
+		}
+	}
+	return p, true
+}
+
+// enter makes an arrival the present incarnation, in a datapath that sees its network namespace.
+func (s *seat) enter(ctx context.Context, w discovery.Workload, a arrival) error {
+	ns, err := netns.OfPID(a.proc.pid)
+	if err == nil {
+		defer ns.Close()
+	} else {
+		ns = nil // it has ended: what it left is looked at from here
+	}
+	var id netns.Identity
+	if ns != nil {
+		if id, err = netns.ID(int(ns.Fd())); err != nil {
+			return err
+		}
+	}
+	switch {
+	case s.dp != nil && (ns == nil || id.Ino == s.netns) && !a.adopted:
+		if err := s.dp.renew(a.gen); err != nil {
+			return err
+		}
+	default:
+		if s.dp != nil {
+			if err := s.dp.close(false); err != nil {
+				s.log.Warn("let go of the datapath before", "err", err)
+			}
+		}
+		if s.dp, err = s.datapath(ns, w, a); err != nil {
+			return err
+		}
+		s.netns = id.Ino
+	}
+	a.dp, a.journal, a.from = s.dp, s.j, a.set
+	set := *a.set
+	if set.probe != nil && ns != nil {
+		c, err := s.checker(&set)
+		if err != nil {
+			return err
+		}
+		a.aside = append(a.aside, c.Run, func(ctx context.Context) error {
+			for {
+				select {
+				case <-c.Changed():
+					s.n.changed(s.service)
+				case <-ctx.Done():
+					return nil
+				}
+			}
+		})
+	}
+	a.set = &set
+	if _, err := s.incarnate(ctx, a); err != nil {
+		return err
+	}
+	s.exited, s.over, s.unproven = false, false, true
+	for _, why := range s.dp.warnings() {
+		s.degraded(why)
+	}
+	if err := s.life().b.refresh(ctx); err != nil && !errors.Is(err, probes.ErrGone) {
+		s.log.Warn("look for listeners", "err", err)
+	}
+	s.n.changed(s.service)
+	return nil
+}
+
+// datapath counts in the kernel where that can be, else by walks.
+func (s *seat) datapath(ns *os.File, w discovery.Workload, a arrival) (datapath, error) {
+	if a.set.mode == drain.ModeOff || s.n.host == nil {
+		var why []string
+		if a.set.mode != drain.ModeOff {
+			why = []string{"no kernel datapath, so admission cannot close and a zero is believed only after a pause: " + s.n.hostErr.Error() + "; see `ebb check`"}
+		}
+		return newWalkDatapath(ns, why...)
+	}
+	port, cgroup := s.match.Port, w.CgroupID
+	var id uint64
+	if ns != nil {
+		var err error
+		if id, err = bpf.NetNSID(int(ns.Fd())); err != nil {
+			return nil, err
+		}
+	}
+	return newKernelDatapath(kernelOptions{
+		BPF: s.n.bpf, Host: s.n.host, Ring: s.n.ring, NetNS: ns, ID: s.id, Gen: a.gen, Enforce: a.set.mode == drain.ModeEnforce,
+		Only: a.set.cov.ports, Adopt: true, Log: s.log,
+		Watch: func(h *bpf.Host, watch bpf.Watch) error {
+			var errs []error
+			if cgroup != 0 {
+				errs = append(errs, h.WatchCgroup(cgroup, watch))
+			}
+			if port != 0 && ns != nil {
+				errs = append(errs, h.WatchPort(id, port, watch))
+			}
+			return errors.Join(errs...)
+		},
+	})
+}
+
+// checker probes whether the application is ready, from inside its namespace.
+func (s *seat) checker(set *settings) (*health.Checker, error) {
+	// The descriptor of the datapath stays open as long as the incarnation.
+	c, err := health.New(health.Options{Probe: *set.probe, NetNS: s.dp.spaces()[0].fd, Log: s.log})
+	if err != nil {
+		return nil, err
+	}
+	set.ready = func(context.Context) error {
+		st := c.State()
+		if st.Ready {
+			return nil
+		}
+		return cmp.Or(st.Err, errors.New("it was not probed yet"))
+	}
+	return c, nil
+}
+
+// adjust makes a changed configuration the present one, unless a drain runs: that keeps what it began with.
+func (s *seat) adjust(ctx context.Context) {
+	inc := s.life()
+	if inc.draining() || s.over || inc.from == s.set {
+		return
+	}
+	if inc.b == nil {
+		s.current.Store(&incarnation{gen: inc.gen, set: s.set, absent: inc.absent})
+		return
+	}
+	inc.end()
+	w := inc.proc.workload
+	if err := s.enter(ctx, w, arrival{gen: inc.gen, set: s.set, proc: inc.proc, argv: commandOf(inc.proc.pid), adopted: true}); err != nil && ctx.Err() == nil {
+		s.degraded("the new configuration cannot be put in force: " + err.Error())
+	}
+}
+
+// lateOptions is member.late.
+func (s *seat) lateOptions(set *settings, _ datapath) lateOptions {
+	o := lateOptions{name: s.name, service: s.service, runDir: s.n.o.RunDir, sock: s.n.conf().API.Socket, health: set.health}
+	o.park = proxy.ParkOptions{Max: set.holdMax, For: set.holdFor}
+	for _, p := range set.peers {
+		o.peers = append(o.peers, Peer{Address: p})
+	}
+	o.siblings = func(ctx context.Context, sp *space) ([]sibling, []string) { return s.n.siblings(ctx, s, sp) }
+	if set.eff.Policy.Idle == drain.IdleClose {
+		o.retire = relayRetireAfter
+	}
+	return o
+}
+
+// stop ends what tend began, after it has returned. With remove nothing is left of the backend; without, all goes on in the
+// kernel for the next owner.
+func (s *seat) stop(remove bool) error {
+	<-s.gone
+	inc := s.life()
+	var errs []error
+	if inc.b != nil {
+		if remove {
+			ctx, cancel := context.WithTimeout(context.Background(), concludeFor)
+			defer cancel()
+			if inc.draining() {
+				// What does not wait for it any more is taken back; after the flush it comes to its end by itself.
+				_, err := inc.machine.Undrain(ctx, inc.gen, "the configuration, which names it no more")
+				if err != nil && !errors.Is(err, drain.ErrFlushing) && !errors.Is(err, drain.ErrNotDraining) {
+					errs = append(errs, err)
+				}
+			}
+			inc.b.late.close()
+		} else {
+			inc.b.late.leave()
+		}
+		inc.end()
+		errs = append(errs, inc.proc.close())
+	}
+	if s.dp != nil {
+		errs = append(errs, s.dp.close(remove))
+	}
+	errs = append(errs, s.j.close())
+	if remove {
+		errs = append(errs, os.Remove(s.j.path))
+	}
+	return errors.Join(errs...)
+}
+
+// siblings are the other backends of the service that are ready and listen in the namespace. Those that serve elsewhere on
+// this host are peers where they can be dialled.
+func (n *node) siblings(ctx context.Context, s *seat, sp *space) (sibs []sibling, why []string) {
+	for _, o := range n.seatsOf(s.service) {
+		inc := o.life()
+		if o == s {
+			continue
+		}
+		if err := inc.serves(ctx, o.name); err != nil {
+			why = append(why, err.Error())
+			continue
+		}
+		covered := inc.b.coveredMap()
+		ls, err := probes.Listeners(sp.diag, inc.proc.descendants())
+		if err != nil {
+			why = append(why, o.name+" cannot be looked at: "+err.Error())
+			continue
+		}
+		ls = slices.DeleteFunc(ls, func(l probes.Listener) bool { _, ok := covered[l.Cookie]; return !ok })
+		if len(ls) == 0 {
+			why = append(why, o.name+" does not listen in this network namespace")
+			continue
+		}
+		sibs = append(sibs, sibling{o.name, ls})
+	}
+	return sibs, why
+}
+
+// configure gives a seat that stays what the configuration says now, if that is something else.
+func (s *seat) configure(sv config.Service, b config.Backend) {
+	set := settingsOf(sv, b)
+	if reflect.DeepEqual(s.configured, set) {
+		return
+	}
+	s.configured = set
+	put(s.confs, set)
+}
