@@ -36,11 +36,15 @@ type conn struct {
 	id    int32 // its place in the loop, which is in the data of its events
 	gen   int32 // counts the uses of that place: an event of an earlier one is stale
 	phase phase
-	held  bool // was parked
-	waits bool // is counted as parked: until a dial has succeeded
-	late  bool // half-closed by its peer, or retired, so that the other side is given HalfClosed
-	fail  bool // one side has been reset
-	asked bool // the last bytes came from the client: it waits for an answer
+	held  bool  // was parked
+	waits bool  // is counted as parked: until a dial has succeeded
+	late  bool  // half-closed by its peer, or retired, so that the other side is given HalfClosed
+	fail  bool  // one side has been reset
+	asked bool  // the last bytes came from the client: it waits for an answer
+	gone  bool  // was retired: what its client sends is not read any more
+	slow  bool  // its server has paused in an answer, or speaks unasked
+	times uint8 // that its client has asked, 2 for more
+	last  int64 // when it carried bytes
 	side  [2]side
 	flow  [2]flow // by the side that sends
 	peer  *peer   // that is dialled or carried to

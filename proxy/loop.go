@@ -65,7 +65,7 @@ type loop struct {
 	accepts   int   // how many connections to take at once
 	from, own rawAddr
 
-	dials, shortDials, peeks, turns, idle, halfClosed queue
+	dials, shortDials, peeks, turns, idle, soon, halfClosed queue
 
 	// Only the first loop parks, so that connections are released in the order in which they came.
 	parks     queue
@@ -122,6 +122,7 @@ func newLoop(r *Relay, index int) (*loop, error) {
 	l.peeks.expire = l.start
 	l.turns.expire = func(c *conn) { l.end(c, ResultRefused) }
 	l.idle.expire = l.idled
+	l.soon.expire = l.idled
 	l.halfClosed.expire = func(c *conn) { l.end(c, ResultIdle) }
 	l.parks.expire = func(c *conn) { l.end(c, ResultExpired) }
 	return l, nil
@@ -231,7 +232,7 @@ func (l *loop) wait() int {
 		return 0
 	}
 	at := int64(math.MaxInt64)
-	for _, q := range [...]*queue{&l.dials, &l.shortDials, &l.peeks, &l.turns, &l.idle, &l.halfClosed, &l.parks} {
+	for _, q := range [...]*queue{&l.dials, &l.shortDials, &l.peeks, &l.turns, &l.idle, &l.soon, &l.halfClosed, &l.parks} {
 		if q.first != nil {
 			at = min(at, q.first.deadline)
 		}
@@ -251,7 +252,7 @@ func (l *loop) wait() int {
 
 // timers does what is due.
 func (l *loop) timers() {
-	for _, q := range [...]*queue{&l.dials, &l.shortDials, &l.peeks, &l.turns, &l.idle, &l.halfClosed, &l.parks} {
+	for _, q := range [...]*queue{&l.dials, &l.shortDials, &l.peeks, &l.turns, &l.idle, &l.soon, &l.halfClosed, &l.parks} {
 		for c := q.first; c != nil && c.deadline <= l.now; c = q.first {
 			c.leave()
 			q.expire(c)

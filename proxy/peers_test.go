@@ -88,6 +88,17 @@ func TestChoicePrefersPeersThatAreUp(t *testing.T) {
 	}
 }
 
+func TestSafe(t *testing.T) {
+	for request, want := range map[string]bool{
+		"GET /a": true, "HEAD /ab": true, "OPTIONS ": true,
+		"POST /a": false, "PUT /abc": false, "GETX /": false, "get /": false, "GE": false, "": false, "\x16\x03\x01": false,
+	} {
+		if got := safe(request); got != want {
+			t.Errorf("%q: got %v, want %v", request, got, want)
+		}
+	}
+}
+
 // TestPeersOfAPort: a relay that stands in for two ports carries each connection to a peer of its own port, and one for any
 // port takes part in both.
 func TestPeersOfAPort(t *testing.T) {

@@ -2,7 +2,12 @@
 
 package proxy
 
-import "golang.org/x/sys/unix"
+import (
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
 
 const (
 	// bufferSize is a loop's buffer, and the read beyond which a flow is spliced: copying less is cheaper than the two
@@ -14,6 +19,13 @@ const (
 
 	// turnSize bounds what one flow carries before others get theirs.
 	turnSize = 2 << 20
+
+	// restFor is how long a connection must be idle to be taken for one between two requests, once two were answered: two
+	// ticks of the kernel at HZ 250, as for connections that are not relayed.
+	restFor = int64(8 * time.Millisecond)
+
+	// busyAfter is how long LetGo waits for such a moment.
+	busyAfter = int64(time.Second)
 )
 
 // pump carries what side s sends to the other side, until one has no more to give or the other to take, or the turn is
@@ -23,6 +35,10 @@ func (l *loop) pump(c *conn, s int) {
 	if f.done {
 		return
 	}
+	if s == client && l.busy(c) {
+		l.retire(c)
+		return
+	}
 	carried := 0
 	next := l.carry(c, s, &carried)
 	if f.pipe != nil && f.pipe.n == 0 {
@@ -30,7 +46,13 @@ func (l *loop) pump(c *conn, s int) {
 	}
 	if carried > 0 {
 		l.carried[s].Add(uint64(carried))
-		c.asked = s == client
+		switch {
+		case s == server && !c.asked && l.now-c.last > restFor:
+			c.slow = true
+		case s == client && !c.asked && c.times < 2:
+			c.times++
+		}
+		c.asked, c.last = s == client, l.now
 		l.touch(c)
 	}
 	switch next {
@@ -203,6 +225,14 @@ func (l *loop) leave(c *conn, s int, carried *int) next {
 func (l *loop) finish(c *conn, s int) {
 	c.flow[s].done = true
 	if c.flow[1-s].done {
+		if c.gone {
+			// A request that has crossed the end was never begun. Unread it would turn the close into a reset.
+			for range 16 {
+				if n, errno := recv(c.side[client].fd, l.buf, 0); errno != 0 || n == 0 {
+					break
+				}
+			}
+		}
 		// Nothing is left on either side, so that a plain close says the same as a shutdown and takes one call less.
 		l.end(c, ResultDone)
 		return
@@ -236,6 +266,8 @@ func (l *loop) touch(c *conn) {
 	switch {
 	case c.late:
 		l.halfClosed.push(c, l.now+int64(l.r.o.HalfClosed))
+	case l.r.letGo.Load() != 0 && c.brisk() && !c.asked:
+		l.soon.push(c, l.now+restFor)
 	case l.r.o.RetireAfter > 0:
 		l.idle.push(c, l.now+int64(l.r.o.RetireAfter))
 	case l.r.o.IdleTimeout > 0:
@@ -249,14 +281,42 @@ func (l *loop) idled(c *conn) {
 		l.end(c, ResultIdle)
 		return
 	}
-	to, from := &c.flow[client], &c.flow[server]
-	if c.phase != open || c.asked || to.ended || from.ended || len(to.rest)+len(from.rest) > 0 || to.pipe != nil || from.pipe != nil {
-		l.touch(c) // it waits for an answer, or for room
+	if !c.rests() {
+		l.idle.push(c, l.now+int64(l.r.o.RetireAfter)) // it waits for an answer, or for room
 		return
 	}
-	// As if the client had finished. Its own end, or a request that crosses this one, is not read any more: when the peer
-	// closes, both sides end.
-	to.ended = true
+	l.retire(c)
+}
+
+// rests tells that nothing is under way: the last answer has been carried.
+func (c *conn) rests() bool {
+	to, from := &c.flow[client], &c.flow[server]
+	return c.phase == open && !c.asked && !to.ended && !from.ended && len(to.rest)+len(from.rest) == 0 && to.pipe == nil && from.pipe == nil
+}
+
+// brisk tells that two answers came without a pause, so that none is to be expected in the next.
+func (c *conn) brisk() bool { return c.times >= 2 && !c.slow }
+
+// busy tells that a client's next request comes although its connection was to be let go.
+func (l *loop) busy(c *conn) bool {
+	began := l.r.letGo.Load()
+	if began == 0 || l.now-began < busyAfter || !c.brisk() || !c.rests() || c.side[client].hup {
+		return false
+	}
+	n, errno := recv(c.side[client].fd, l.buf[:len("OPTIONS ")], unix.MSG_PEEK)
+	return errno == 0 && safe(string(l.buf[:n]))
+}
+
+// safe tells whether a request begins with a method that clients repeat by themselves.
+func safe(request string) bool {
+	return strings.HasPrefix(request, "GET ") || strings.HasPrefix(request, "HEAD ") || strings.HasPrefix(request, "OPTIONS ")
+}
+
+// retire ends a connection as if its client had finished. Its own end, or a request that crosses this one, is not read
+// any more: when the peer closes, both sides end.
+func (l *loop) retire(c *conn) {
+	c.gone = true
+	c.flow[client].ended = true
 	l.finish(c, client)
 	if c.phase == open && l.r.o.HalfClosed > 0 {
 		// A peer that does not close at the end of its client would keep it.

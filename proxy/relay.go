@@ -37,7 +37,8 @@ type Relay struct {
 	ports [2]uint16
 	loops []*loop
 	peers atomic.Pointer[peerSet]
-	hold  atomic.Bool // new connections are parked
+	hold  atomic.Bool  // new connections are parked
+	letGo atomic.Int64 // when LetGo was called; 0: it was not
 
 	live   atomic.Int64 // connections, from accepted to over
 	parked atomic.Int64
@@ -454,6 +455,18 @@ func (r *Relay) Release(peers ...Peer) error {
 	}
 	r.loops[0].post(func() {}) // a turn, in which it begins
 	return nil
+}
+
+// LetGo does not wait for pauses of RetireAfter from now on, for when nobody but clients that hardly pause keep the relay
+// from its end. A connection on which two answers were seen without a pause is retired as soon as it is idle for 8 ms. One
+// that is never so is retired after a second, at the moment at which its next request comes: the answer before it has
+// arrived then. This request is not read, and its client sees what it would see of a server that closes an idle
+// connection: only safe methods (RFC 9110, section 9.2.1) are treated so, which clients repeat by themselves. Without
+// RetireAfter nothing changes.
+func (r *Relay) LetGo() {
+	if r.o.RetireAfter > 0 && r.letGo.CompareAndSwap(0, max(1, r.clock())) {
+		r.log.Info("connections of clients that do not pause are let go")
+	}
 }
 
 // reserve counts a connection that is about to be accepted.

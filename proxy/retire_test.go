@@ -3,10 +3,16 @@
 package proxy_test
 
 import (
+	"bufio"
 	"context"
+	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/netip"
+	"strings"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -115,5 +121,159 @@ func TestC10_RelayedIdleConnectionIsRetired(t *testing.T) {
 	}
 	if _, err := proxy.New(proxy.Options{RetireAfter: time.Second, IdleTimeout: time.Second}); err == nil {
 		t.Error("both limits of idle connections were taken")
+	}
+}
+
+// chatty answers each byte that it reads with another one: of p in two halves, with a pause between them.
+func chatty(t *testing.T, asked, answered *atomic.Int64) netip.AddrPort {
+	t.Helper()
+	ln, err := new(net.ListenConfig).Listen(t.Context(), "tcp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { ln.Close() })
+	go func() {
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				br := bufio.NewReader(c)
+				for {
+					line, err := br.ReadString('\n')
+					if err != nil {
+						return
+					}
+					asked.Add(1)
+					if strings.Contains(line, "pause") {
+						if _, err := io.WriteString(c, "pau"); err != nil {
+							return
+						}
+						pause := time.NewTimer(30 * time.Millisecond)
+						<-pause.C
+					}
+					if _, err := io.WriteString(c, "sed\n"); err != nil {
+						return
+					}
+					answered.Add(1)
+				}
+			}()
+		}
+	}()
+	return netip.MustParseAddrPort(ln.Addr().String())
+}
+
+// Clients that ask again as soon as they are answered are let go between two requests: what was begun is answered in full,
+// and what each loses is one request that no server has seen. Those that pause are let go in a pause. Who is answered with
+// pauses is left alone.
+func TestG5_RelayedClosedLoopsAreLetGo(t *testing.T) {
+	var asked, answered atomic.Int64
+	r, err := proxy.New(proxy.Options{
+		Peers: []proxy.Peer{{Address: chatty(t, &asked, &answered)}}, RetireAfter: time.Hour,
+		Probe: proxy.ProbeOptions{Interval: proxy.Never},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	var lc net.ListenConfig
+	lc.SetMultipathTCP(false)
+	ln, err := lc.Listen(t.Context(), "tcp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	served := make(chan error, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() { served <- r.Serve(ctx, ln.(*net.TCPListener)) }()
+	defer func() {
+		cancel()
+		if err := <-served; err != nil {
+			t.Error(err)
+		}
+	}()
+	type end struct {
+		what     string
+		answered int
+		err      error // of the request that was not answered; nil: the end came in a pause
+	}
+	ends := make(chan end, 64)
+	var stop atomic.Bool
+	loop := func(what, request string, pause time.Duration) {
+		c, err := net.Dial("tcp4", ln.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		if err := c.SetDeadline(time.Now().Add(time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+		go func() {
+			br := bufio.NewReader(c)
+			for e := (end{what: what}); ; e.answered++ {
+				if e.answered > 0 && pause > 0 {
+					_ = c.SetReadDeadline(time.Now().Add(pause))
+					if _, err := br.Peek(1); errors.Is(err, io.EOF) {
+						ends <- e
+						return
+					}
+					_ = c.SetReadDeadline(time.Now().Add(time.Minute))
+				}
+				if stop.Load() {
+					e.what += ", stopped"
+					ends <- e
+					return
+				}
+				_, werr := io.WriteString(c, request+"\n")
+				got, err := br.ReadString('\n')
+				if err != nil {
+					e.err = errors.Join(fmt.Errorf("got %q: %w", got, err), werr)
+					if got != "" {
+						t.Errorf("%s: an answer was cut short: %v", what, e.err)
+					}
+					ends <- e
+					return
+				}
+			}
+		}()
+	}
+	const each = 8
+	for range each {
+		loop("closed loop", "GET /", 0)
+		loop("with pauses", "GET /", 50*time.Millisecond)
+		loop("slow answers", "GET /pause", 0)
+	}
+	wait := func(what string, ok func() bool) {
+		t.Helper()
+		for begun := time.Now(); !ok(); time.Sleep(time.Millisecond) {
+			if time.Since(begun) > time.Minute {
+				t.Fatalf("never: %s", what)
+			}
+		}
+	}
+	wait("all have asked", func() bool { return answered.Load() > 20*each && r.Stats().Active == 3*each })
+	r.LetGo()
+	got := map[string]int{}
+	for range 2 * each {
+		e := <-ends
+		got[e.what]++
+		if e.err != nil && errors.Is(e.err, syscall.ECONNRESET) {
+			t.Errorf("%s: %v, want an orderly end", e.what, e.err)
+		}
+	}
+	if got["closed loop"] != each || got["with pauses"] != each {
+		t.Errorf("let go: got %v, want the closed loops and those with pauses", got)
+	}
+	wait("only the others are left", func() bool { return r.Stats().Active == each })
+	stop.Store(true)
+	for range each {
+		if e := <-ends; e.err != nil || !strings.HasSuffix(e.what, ", stopped") {
+			t.Errorf("%s: ended with %v, want it left alone", e.what, e.err)
+		}
+	}
+	if asked.Load() != answered.Load() {
+		t.Errorf("%d requests were begun and %d answered", asked.Load(), answered.Load())
 	}
 }
