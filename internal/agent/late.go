@@ -35,6 +35,7 @@ type lateOptions struct {
 	peers                 []Peer        // --peer
 	health                *proxy.Health // nil: health checks are like other connections
 	retire                time.Duration // idle relayed connections are retired after so long; 0: never
+	quiet                 time.Duration // none must have come for so long before relayed clients that do not pause are let go
 	successor             bool          // CMD is started again when it ends: hold works
 	park                  proxy.ParkOptions
 	ports                 [2]uint16                   // source ports that the rule lets pass
@@ -58,7 +59,10 @@ type late struct {
 	wg     sync.WaitGroup
 
 	// act is held by whoever redirects or changes where: the drain's calls and the goroutine that follows.
-	act sync.Mutex
+	act     sync.Mutex
+	steered uint64         // what the kernel had steered at the last look; guarded by act, as the next two
+	calm    time.Time      // since when that is so
+	hurried *relay.Process // that lets go already
 
 	mu        sync.Mutex
 	how       drain.OnNew // in force; "" while nothing is redirected
@@ -591,6 +595,9 @@ func (l *late) step(ctx context.Context) {
 	if how == "" || ctx.Err() != nil {
 		return
 	}
+	if p != nil {
+		l.hurry(look, p)
+	}
 	next := l.survey(look)
 	if next.space == nil || look.Err() != nil {
 		return // the look was not to the end: what is in force stays as it is
@@ -612,6 +619,26 @@ func (l *late) step(ctx context.Context) {
 	if err != nil && ctx.Err() == nil {
 		l.log.Warn("follow what takes late connections", "err", err)
 	}
+}
+
+// hurry has the relay let go of clients that hardly pause, once they alone keep the drain from its end: the application is
+// flushed, and none has come for the quiet period. Before that they would only come back.
+func (l *late) hurry(ctx context.Context, p *relay.Process) {
+	steered, ok := l.b.dp.steered()
+	if !ok || steered != l.steered || l.calm.IsZero() {
+		l.steered, l.calm = steered, time.Now()
+	}
+	if l.o.retire == 0 || l.hurried == p || !l.b.flushed.Load() || l.b.flushing.Load() || time.Since(l.calm) < l.o.quiet {
+		return
+	}
+	if err := p.LetGo(ctx); err != nil {
+		if ctx.Err() == nil && !errors.Is(err, relay.ErrEnded) {
+			l.log.Warn("let go of relayed connections", "err", err)
+		}
+		return
+	}
+	l.hurried = p
+	l.tell("relayed clients that hardly pause are let go between two requests", nil)
 }
 
 // retarget steers to the siblings that are ready now. With none left connections are refused: the application has been

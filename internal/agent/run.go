@@ -546,7 +546,7 @@ func (r *runner) lateOptions(set *settings, dp datapath) lateOptions {
 	o.keep = r.o.RestartOnExit && set.mode == drain.ModeEnforce && dp.guarded()
 	o.ready = set.ready
 	if set.eff.Policy.Idle == drain.IdleClose {
-		o.retire = relayRetireAfter
+		o.retire, o.quiet = relayRetireAfter, set.eff.Policy.QuietPeriod
 	}
 	if len(r.o.HealthFrom) > 0 || r.o.HealthPath != "" {
 		o.health = &proxy.Health{From: r.o.HealthFrom, Path: r.o.HealthPath}

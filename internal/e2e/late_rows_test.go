@@ -4,10 +4,12 @@ package e2e
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 
@@ -100,6 +102,54 @@ func TestC9_IdleConnectionsWithLateOnesElsewhere(t *testing.T) {
 			})
 		}
 	})
+}
+
+// Clients that came late and ask again as soon as they are answered would hold the relay, and with it the drain, up to the
+// deadline. Once nothing new comes they are let go between two requests: no answer is cut short, what was begun was
+// answered, and each meets what it would meet at a server's own end of a kept connection.
+func TestG5_RelayedClosedLoopsLeave(t *testing.T) {
+	n := newLAN(t)
+	peer := newElsewhere(t, n.host, 9000)
+	r := n.run("web", latePolicy("--peer", peer.v4), goServer(t, n.v4(8080))...)
+	hold := holdOpen(t, n.client, n.v4(8080))
+	r.must("drain", struct{}{})
+	const clients = 10
+	var wg sync.WaitGroup
+	var answered, unanswered atomic.Int64
+	for range clients {
+		c := dialHTTP(t, n.client, n.v4(8080))
+		wg.Go(func() {
+			for {
+				_, werr := io.WriteString(c, "GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+				if _, err := c.br.Peek(1); err != nil {
+					if !errors.Is(err, io.EOF) && !errors.Is(err, syscall.ECONNRESET) {
+						t.Errorf("before an answer: %v", errors.Join(err, werr))
+					}
+					unanswered.Add(1)
+					return
+				}
+				if _, err := c.answer(); err != nil {
+					t.Errorf("within an answer: %v", err)
+					return
+				}
+				answered.Add(1)
+			}
+		})
+	}
+	hold.Close()
+	if code := r.wait(); code != 0 {
+		t.Errorf("exit code %d, want 0", code)
+	}
+	wg.Wait()
+	b, late := r.lateOf()
+	chosen(t, b, drain.OnNewRelay)
+	if b.Drain.Outcome != drain.OutcomeDrained || !b.Drain.Ended.Before(b.Drain.Deadline) || late.Ended != 0 || late.Relayed != clients {
+		t.Errorf("got outcome %s, %+v, want %d relayed to their end before the deadline", b.Drain.Outcome, late, clients)
+	}
+	if s := dialHTTP(t, n.ns, peer.v4).stats(t); s.Answered != answered.Load() || s.Requests != s.Answered+1 {
+		t.Errorf("the peer began %d requests and answered %d, the clients saw %d answers", s.Requests-1, s.Answered, answered.Load())
+	}
+	t.Logf("%d answered, %d not begun, %v left of the budget", answered.Load(), unanswered.Load(), b.Drain.Deadline.Sub(*b.Drain.Ended))
 }
 
 // A client that goes away in the middle of an endless answer leaves the count, here and elsewhere, and the drain ends.

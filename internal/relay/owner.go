@@ -259,6 +259,12 @@ func (p *Process) Extend(ctx context.Context, until time.Time) error {
 	return err
 }
 
+// LetGo lets go sooner of connections that are idle for moments, see proxy.Relay: for when nothing new is to come.
+func (p *Process) LetGo(ctx context.Context) error {
+	_, err := p.do(ctx, request{Op: opLetGo}, -1)
+	return err
+}
+
 // Stats tells what the relay has done and holds.
 func (p *Process) Stats(ctx context.Context) (Stats, error) {
 	s, err := p.do(ctx, request{Op: opStats}, -1)

@@ -402,6 +402,9 @@ func (s *server) command(q request, fds *[]int) (*Stats, error) {
 			s.changed()
 		}
 		return nil, nil
+	case opLetGo:
+		s.relay.LetGo()
+		return nil, nil
 	case opStats:
 		return s.stats(), nil
 	case opStop:

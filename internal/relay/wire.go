@@ -33,6 +33,7 @@ const (
 	opPark      = "park"
 	opRelease   = "release"
 	opExtend    = "extend"
+	opLetGo     = "let_go"
 	opStats     = "stats"
 	opStop      = "stop"
 )
