@@ -3,6 +3,7 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net"
@@ -16,17 +17,26 @@ import (
 type Access struct {
 	// listen puts what the listener needs around it; nil: nothing.
 	listen func(net.Listener) (net.Listener, error)
+	// owner is the backend whose application has made a connection, empty if none has, so that each gets its share of
+	// the connections; nil: they are not told apart.
+	owner func(context.Context, *peer) string
 	// admit is who asks, or a *Problem. What is known of a caller who is refused is returned too, for the audit.
 	admit func(*http.Request) (caller, error)
 }
 
 // caller is who asks.
 type caller struct {
-	uid, pid int    // -1 and 0 if the connection does not tell
-	by       string // for a human; empty if nobody knows, who may then only look
+	*peer
+	credential string // the certificate's name or "token"; empty over a Unix socket
 	// backend is the only one that an application may ask about; empty: all.
 	backend string
 }
+
+// known says whether anybody knows who asks; others may only look.
+func (c caller) known() bool { return c.uid >= 0 || c.credential != "" }
+
+// String names the caller for a human. It may ask the user database.
+func (c caller) String() string { return cmp.Or(c.credential, c.peer.String()) }
 
 // sees says whether the caller may know about a backend.
 func (c caller) sees(backend string) bool { return c.backend == "" || c.backend == backend }
@@ -34,22 +44,16 @@ func (c caller) sees(backend string) bool { return c.backend == "" || c.backend 
 type callerKey struct{}
 
 func callerOf(ctx context.Context) caller {
-	c, _ := ctx.Value(callerKey{}).(caller)
-	return c
-}
-
-// localCaller is the process at the other end of a Unix socket.
-func localCaller(p *peer) caller {
-	if p.uid < 0 {
-		return caller{uid: -1}
+	if c, ok := ctx.Value(callerKey{}).(caller); ok {
+		return c
 	}
-	return caller{uid: p.uid, pid: p.pid, by: p.String()}
+	return caller{peer: unknownPeer}
 }
 
 // Anyone admits whoever can connect: the mode of the socket's file decides. Over TCP, where nobody knows who asks, they may
 // only look.
 func Anyone() Access {
-	return Access{admit: func(req *http.Request) (caller, error) { return localCaller(peerOf(req.Context())), nil }}
+	return Access{admit: func(req *http.Request) (caller, error) { return caller{peer: peerOf(req.Context())}, nil }}
 }
 
 // Operators admits, over a Unix socket, root, the user of this process, and the members of the group gid: by what the
@@ -57,7 +61,7 @@ func Anyone() Access {
 func Operators(gid int) Access {
 	return Access{admit: func(req *http.Request) (caller, error) {
 		p := peerOf(req.Context())
-		c := localCaller(p)
+		c := caller{peer: p}
 		if p.uid == 0 || p.uid == os.Geteuid() || p.in(gid) {
 			return c, nil
 		}
@@ -66,16 +70,24 @@ func Operators(gid int) Access {
 }
 
 // Apps admits, over a Unix socket, the processes of backends: each may look at its own backend and drain it. owns is the
-// backend that has the process, which is asked for each request; it may be called from any goroutine.
+// backend that has the process. It is asked when a connection comes and for each request, from any goroutine, and must not
+// wait for anything: while it does, no connection is accepted.
 func Apps(owns func(ctx context.Context, pid int) (backend string, ok bool)) Access {
-	return Access{admit: func(req *http.Request) (caller, error) {
+	a := Access{owner: func(ctx context.Context, p *peer) string {
+		if p.pid <= 0 {
+			return ""
+		}
+		b, _ := owns(ctx, p.pid)
+		return b
+	}}
+	a.admit = func(req *http.Request) (caller, error) {
 		p := peerOf(req.Context())
-		c := localCaller(p)
+		c := caller{peer: p}
 		if p.pid <= 0 {
 			return c, forbidden("the process that asks is not one of this host")
 		}
-		b, ok := owns(req.Context(), p.pid)
-		if !ok || b == "" {
+		b := a.owner(req.Context(), p)
+		if b == "" {
 			return c, forbidden("process %d belongs to no backend", p.pid)
 		}
 		// After owns: only now is it certain that owns has not been asked about the pid of another process.
@@ -84,7 +96,8 @@ func Apps(owns func(ctx context.Context, pid int) (backend string, ok bool)) Acc
 		}
 		c.backend = b
 		return c, nil
-	}}
+	}
+	return a
 }
 
 // GroupID is the id of a group given by name or number; that of root if name is empty.

@@ -394,6 +394,54 @@ func TestAppsHaveALimitEach(t *testing.T) {
 	}
 }
 
+// Nor all of their connections.
+func TestAppsHaveAShareOfTheConnections(t *testing.T) {
+	var owner atomic.Value
+	owner.Store("web")
+	e := newSocketEntrance(t, 0o666, api.Apps(func(context.Context, int) (string, bool) {
+		o, _ := owner.Load().(string)
+		return o, o != ""
+	}))
+	var held []net.Conn
+	for range 16 {
+		c := connect(t, e.addr)
+		defer c.Close()
+		held = append(held, c)
+	}
+	// gone says whether the server has closed a connection without an answer.
+	gone := func(c net.Conn) bool {
+		defer c.Close()
+		if err := c.SetDeadline(time.Now().Add(patience)); err != nil {
+			t.Fatal(err)
+		}
+		_, _ = io.WriteString(c, "GET /livez HTTP/1.1\r\nHost: ebb\r\nConnection: close\r\n\r\n") // it may be closed already
+		b, err := io.ReadAll(c)
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatal("neither an answer nor an end")
+		}
+		return len(b) == 0
+	}
+	if !gone(connect(t, e.addr)) {
+		t.Error("a 17th connection was answered")
+	}
+	owner.Store("blind")
+	if gone(connect(t, e.addr)) {
+		t.Error("another application's connection was closed")
+	}
+	// A process of no backend is told so, and has one share with all of its kind.
+	owner.Store("")
+	if status, _, body := over(t, connect(t, e.addr), "GET", "/livez", ""); status != 403 {
+		t.Errorf("a process of no backend: got %d %s, want 403", status, body)
+	}
+	owner.Store("web")
+	_ = held[0].Close()
+	for until := time.Now().Add(patience); gone(connect(t, e.addr)); {
+		if time.Now().After(until) {
+			t.Fatal("the place of a connection that has ended is not given back")
+		}
+	}
+}
+
 // slow is a Source whose Backends waits.
 type slow struct {
 	*apitest.Source

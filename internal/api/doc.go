@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package api is the control interface of Ebb: HTTP/1.1 and JSON over a Unix socket, its server, its
-// client, and the numbered event log behind GET /v1/events.
+// Package api is the control interface of Ebb: HTTP/1.1 and JSON over Unix sockets and TCP, its server, its
+// client, and the numbered event log behind GET /v1/events. Who may do what over a listener is its [Access].
 //
 // It is not the state machine and owns no backend. What it serves it asks of a [Source], which the
 // owner of the backends implements; what it is told to do it hands to the same Source, once per

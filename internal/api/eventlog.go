@@ -215,7 +215,7 @@ func (s *Subscription) fill() {
 			s.ready = append(s.ready, lost(s.pos, s.pos, 0, "the log was restarted; its numbers begin again"))
 			s.pos = l.first
 		case s.pos < l.first:
-			s.ready = append(s.ready, lost(s.pos, l.first-1, l.first-s.pos, "the log was restarted"))
+			s.ready = append(s.ready, lost(s.pos, l.first-1, 0, "the log was restarted"))
 			s.pos = l.first
 		}
 	}

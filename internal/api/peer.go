@@ -4,7 +4,6 @@ package api
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
@@ -12,6 +11,7 @@ import (
 	"os/user"
 	"slices"
 	"strconv"
+	"sync"
 	"syscall"
 	"unsafe"
 
@@ -53,14 +53,25 @@ func (p *peer) alive() bool {
 type peerKey struct{}
 
 // withPeer is the http.Server's ConnContext.
-func withPeer(ctx context.Context, c net.Conn) context.Context {
-	if t, ok := c.(*tls.Conn); ok {
-		c = t.NetConn()
+func (e *entrance) withPeer(ctx context.Context, c net.Conn) context.Context {
+	l, ok := c.(*limitedConn)
+	if !ok {
+		return ctx // over TLS
 	}
-	p := unknownPeer
-	if l, ok := c.(*limitedConn); ok {
-		p = readPeer(l.Conn)
-		l.pidfd = p.pidfd
+	p := readPeer(l.Conn)
+	l.pidfd = p.pidfd
+	if e.owner != nil {
+		owner := e.owner(ctx, p)
+		if !e.conns.take(owner, maxConnsPerApp) {
+			// The server will find it closed.
+			_ = l.Close()
+			return ctx
+		}
+		release := l.release
+		l.release = sync.OnceFunc(func() {
+			e.conns.give(owner)
+			release()
+		})
 	}
 	return context.WithValue(ctx, peerKey{}, p)
 }

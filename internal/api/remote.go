@@ -131,13 +131,13 @@ func readToken(path string) ([sha256.Size]byte, error) {
 }
 
 func (r *remote) admit(req *http.Request) (caller, error) {
-	nobody := caller{uid: -1}
+	nobody := caller{peer: unknownPeer}
 	// A browser that holds a certificate sends it whoever's page asks.
 	if err := r.cross.Check(req); err != nil {
 		return nobody, forbidden("%v", err)
 	}
 	if s := req.TLS; s != nil && len(s.PeerCertificates) > 0 {
-		c := caller{uid: -1, by: certificateName(s.PeerCertificates[0])}
+		c := caller{peer: unknownPeer, credential: certificateName(s.PeerCertificates[0])}
 		return c, r.verify(s.PeerCertificates)
 	}
 	if r.token == nil {
@@ -156,7 +156,7 @@ func (r *remote) admit(req *http.Request) (caller, error) {
 	if subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
 		return nobody, unauthorized("the token is not the right one")
 	}
-	return caller{uid: -1, by: "token"}, nil
+	return caller{peer: unknownPeer, credential: "token"}, nil
 }
 
 // verify looks at a client's certificate again at each request: it may have expired, or its signer may have been taken

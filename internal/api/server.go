@@ -34,6 +34,7 @@ const (
 	maxRequests    = 32               // requests answered at the same time
 	maxStreams     = 64               // followers of the event log
 	maxPerApp      = 8                // requests and followers of one application
+	maxConnsPerApp = 16               // connections of one application; more are closed
 	queueTimeout   = 5 * time.Second  // for one of maxRequests to be over
 	maxStragglers  = 10_000           // rows of one answer
 	headerTimeout  = 5 * time.Second  // from accept to the end of the header
@@ -150,10 +151,7 @@ func (s *Server) serve(ctx context.Context, ln net.Listener, a Access, rs []rout
 			return errors.Join(fmt.Errorf("serve the API: %w", err), ln.Close())
 		}
 	}
-	e := &entrance{
-		Server: s, admit: a.admit, requests: make(chan struct{}, maxRequests), streams: make(chan struct{}, maxStreams),
-		apps: make(map[string]int),
-	}
+	e := &entrance{Server: s, Access: a, requests: make(chan struct{}, maxRequests), streams: make(chan struct{}, maxStreams)}
 	stopping, stop := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer stop(nil)
 	srv := &http.Server{
@@ -168,7 +166,7 @@ func (s *Server) serve(ctx context.Context, ln net.Listener, a Access, rs []rout
 		BaseContext: func(net.Listener) context.Context {
 			return context.WithValue(context.Background(), stoppingKey{}, stopping)
 		},
-		ConnContext: withPeer,
+		ConnContext: e.withPeer,
 	}
 	served := make(chan error, 1)
 	go func() { served <- srv.Serve(limited) }()
@@ -277,11 +275,37 @@ var routes = []route{
 // entrance is the way in over one listener: who is admitted, and how many at once.
 type entrance struct {
 	*Server
-	admit             func(*http.Request) (caller, error)
+	Access
 	requests, streams chan struct{}
+	apps, conns       shares // requests and streams, and connections, by the backend whose application asks
+}
 
-	mu   sync.Mutex
-	apps map[string]int // requests and streams by the backend whose application asks
+// shares counts what each name has taken. The zero value is usable.
+type shares struct {
+	mu    sync.Mutex
+	taken map[string]int
+}
+
+// take takes one more, unless name has n already.
+func (s *shares) take(name string, n int) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.taken[name] >= n {
+		return false
+	}
+	if s.taken == nil {
+		s.taken = make(map[string]int)
+	}
+	s.taken[name]++
+	return true
+}
+
+func (s *shares) give(name string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.taken[name]--; s.taken[name] == 0 {
+		delete(s.taken, name)
+	}
 }
 
 // mux answers with problem documents where http.ServeMux would answer in plain text.
@@ -373,19 +397,15 @@ func (e *entrance) enter(ctx context.Context, r route, c caller) (leave func(), 
 	if r.kind == probe {
 		return func() {}, nil
 	}
+	leaveApp := func() {}
 	if c.backend != "" {
-		e.mu.Lock()
-		full := e.apps[c.backend] == maxPerApp
-		if !full {
-			e.apps[c.backend]++
-		}
-		e.mu.Unlock()
-		if full {
+		if !e.apps.take(c.backend, maxPerApp) {
 			return nil, &Problem{
 				Title: "too many requests", Status: http.StatusTooManyRequests, retry: true,
 				Detail: fmt.Sprintf("%d requests and followers of this application are being answered", maxPerApp),
 			}
 		}
+		leaveApp = func() { e.apps.give(c.backend) }
 	}
 	places, patience, of := e.requests, e.patience, "requests are being answered"
 	if r.kind == stream {
@@ -393,7 +413,7 @@ func (e *entrance) enter(ctx context.Context, r route, c caller) (leave func(), 
 	}
 	leave = func() {
 		<-places
-		e.leaveApp(c.backend)
+		leaveApp()
 	}
 	select {
 	case places <- struct{}{}:
@@ -406,37 +426,28 @@ func (e *entrance) enter(ctx context.Context, r route, c caller) (leave func(), 
 	case places <- struct{}{}:
 		return leave, nil
 	case <-wait.Done():
-		e.leaveApp(c.backend)
+		leaveApp()
 		return nil, &Problem{
 			Title: "busy", Status: http.StatusServiceUnavailable, retry: true, Detail: fmt.Sprintf("%d %s", cap(places), of),
 		}
 	}
 }
 
-func (e *entrance) leaveApp(backend string) {
-	if backend == "" {
-		return
-	}
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.apps[backend]--; e.apps[backend] == 0 {
-		delete(e.apps, backend)
-	}
-}
-
-// own are those of vs that the caller may see.
-func own[T any](ctx context.Context, vs []T, backend func(T) string) []T {
-	c := callerOf(ctx)
-	return orEmpty(slices.DeleteFunc(slices.Clone(vs), func(v T) bool { return !c.sees(backend(v)) }))
-}
-
 func (s *Server) getBackends(w http.ResponseWriter, req *http.Request) error {
 	return writeJSON(w, BackendList{s.backends(req.Context())})
 }
 
-// backends are those that the caller may see.
+// backends are those that the caller may see. A look at all is not made for an application.
 func (s *Server) backends(ctx context.Context) []Backend {
-	return own(ctx, s.o.Source.Backends(ctx), func(b Backend) string { return b.Name })
+	c := callerOf(ctx)
+	if c.backend == "" {
+		return orEmpty(s.o.Source.Backends(ctx))
+	}
+	b, err := s.o.Source.Backend(ctx, c.backend)
+	if err != nil {
+		return []Backend{} // it has gone
+	}
+	return []Backend{b}
 }
 
 func (s *Server) getBackend(w http.ResponseWriter, req *http.Request) error {
@@ -513,8 +524,8 @@ func (s *Server) action(w http.ResponseWriter, req *http.Request, r interface{ c
 		a Audit
 	)
 	a.Err = func() error {
-		by := callerOf(req.Context()).by
-		if by == "" {
+		c := callerOf(req.Context())
+		if !c.known() {
 			return errNoPeer
 		}
 		if err := checkContentType(req); err != nil {
@@ -528,7 +539,7 @@ func (s *Server) action(w http.ResponseWriter, req *http.Request, r interface{ c
 		}
 		// A caller who hangs up has still asked: what was begun is brought to its end.
 		var err error
-		d, a.Reason, err = do(context.WithoutCancel(req.Context()), req.PathValue("name"), by)
+		d, a.Reason, err = do(context.WithoutCancel(req.Context()), req.PathValue("name"), c.String())
 		return err
 	}()
 	a.Drain = d.ID
@@ -542,7 +553,7 @@ func (s *Server) action(w http.ResponseWriter, req *http.Request, r interface{ c
 // audit completes a with what the request says, and writes it.
 func (s *Server) audit(req *http.Request, a Audit) {
 	c := callerOf(req.Context())
-	a.Time, a.UID, a.PID, a.By = time.Now(), c.uid, c.pid, cmp.Or(c.by, "unknown")
+	a.Time, a.UID, a.PID, a.By = time.Now(), c.uid, c.pid, c.String()
 	a.Action, a.Backend = path.Base(req.URL.Path), req.PathValue("name")
 	a.Status = http.StatusOK
 	if a.Err != nil {
@@ -569,8 +580,9 @@ func (s *Server) logAudit(a Audit) {
 }
 
 func (s *Server) getDrains(w http.ResponseWriter, req *http.Request) error {
-	ctx := req.Context()
-	return writeJSON(w, DrainList{own(ctx, s.o.Source.Drains(ctx), func(d Drain) string { return d.Backend })})
+	c := callerOf(req.Context())
+	ds := slices.DeleteFunc(slices.Clone(s.o.Source.Drains(req.Context())), func(d Drain) bool { return !c.sees(d.Backend) })
+	return writeJSON(w, DrainList{orEmpty(ds)})
 }
 
 func (s *Server) getDrain(w http.ResponseWriter, req *http.Request) error {

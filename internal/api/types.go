@@ -356,7 +356,7 @@ type CutRequest struct {
 type Event = drain.Event
 
 // EventLost is the type of the event that a subscriber reads in place of those that the log no longer
-// holds. Its fields are from and to (sequence numbers, inclusive), count, and reason.
+// holds. Its fields are from and to (sequence numbers, inclusive), count (0: not known), and reason.
 const EventLost = "events.lost"
 
 // BackendList is the answer of GET /v1/backends.
