@@ -21,7 +21,7 @@ FUZZTIME ?= 30s
 KERNELS ?= 5.10 6.1
 scripts = .ci/run $(wildcard tools/*.sh) $(shell git ls-files '*.sh' 2>/dev/null)
 
-.PHONY: help build demo test bench full kernels deb generate check-generate lint fuzz ci
+.PHONY: help build demo test bench bench-relay full kernels deb generate check-generate lint fuzz ci
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ full: build ## run the long versions of the tests (root) and keep their results 
 bench: build ## measure what Ebb costs, side by side with nothing (root; BENCHFLAGS='-rounds 100 -write ../docs/benchmarks')
 	@$(setup) mounts
 	cd tools && $(GO) run ./bench -ebb ../bin/ebb $(BENCHFLAGS)
+
+bench-relay: ## measure the relay beside HAProxy and nginx (root; BENCHFLAGS='-write ../docs/benchmarks')
+	@$(setup) relays
+	cd tools && $(GO) run ./benchrelay $(BENCHFLAGS)
 
 kernels: ## run the tests of bpf on other kernels under qemu
 	@$(setup) kernels

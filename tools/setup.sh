@@ -5,16 +5,17 @@
 #
 #	tools/setup.sh GROUP…
 #
-# Groups: test, lint, generate, kernels, mounts. Needs Debian or Ubuntu, and root if something is missing;
+# Groups: test, lint, generate, kernels, relays, mounts. Needs Debian or Ubuntu, and root if something is missing;
 # without root it prints the command to run. A group with a trailing ? may stay incomplete.
 set -euo pipefail
 
 # As pinned as Debian and Ubuntu allow: what changes its output with its version carries it in its name.
 declare -A groups=(
 	[race]="gcc libc6-dev"
-	[test]="gcc libc6-dev curl haproxy iproute2 libnginx-mod-http-echo nghttp2-client nginx nodejs openssl procps prometheus python3 util-linux wrk"
+	[test]="gcc libc6-dev curl haproxy iproute2 libnginx-mod-http-echo libnginx-mod-stream nghttp2-client nginx nodejs openssl procps prometheus python3 util-linux wrk"
 	[lint]="clang-format-19 prometheus shellcheck"
 	[generate]="clang-19 libbpf-dev llvm-19"
+	[relays]="haproxy libnginx-mod-stream nginx"
 	[kernels]="cpio dpkg gzip kmod qemu-system-x86 xz-utils zstd"
 )
 # Installing these starts a service, which would take a port of the machine; only the program is wanted.

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"math/rand/v2"
 	"net"
@@ -91,7 +92,7 @@ func inner(args []string) error {
 		return err
 	}
 	defer os.RemoveAll(dir)
-	b := &bench{o: o, dir: dir, rng: rand.New(rand.NewPCG(o.Seed, 0))}
+	b := &bench{o: o, dir: dir, rng: rand.New(rand.NewPCG(o.Seed, 0)), machine: describe()}
 	err = b.measure()
 	b.stop()
 	return err
@@ -101,6 +102,7 @@ type bench struct {
 	o       options
 	dir     string
 	rng     *rand.Rand
+	machine machine
 	server  int
 	with    []*contender
 	cmds    []*exec.Cmd
@@ -198,6 +200,7 @@ func (b *bench) startAll() error {
 	if path, err := exec.LookPath("haproxy"); err != nil {
 		b.missing = append(b.missing, "haproxy is not installed")
 	} else {
+		b.machine.Peers["HAProxy"] = version(path, "-v")
 		file := filepath.Join(b.dir, "haproxy.cfg")
 		if err := os.WriteFile(file, []byte(haproxyConfig), 0o600); err != nil {
 			return err
@@ -214,6 +217,7 @@ func (b *bench) startAll() error {
 	if err != nil {
 		b.missing = append(b.missing, "nginx or its stream module is not installed (libnginx-mod-stream)")
 	} else {
+		b.machine.Peers["nginx"] = version(path, "-v")
 		file := filepath.Join(b.dir, "nginx.conf")
 		if err := os.WriteFile(file, fmt.Appendf(nil, nginxConfig, module, b.dir), 0o600); err != nil {
 			return err
@@ -337,22 +341,75 @@ func (b *bench) measure() error {
 		b.say("round %d of %d", round+1, b.o.Rounds)
 	}
 	text := b.table(time.Since(began))
-	fmt.Print(text)
+	if _, err := os.Stdout.WriteString(text); err != nil {
+		return err
+	}
 	if b.o.Write == "" {
 		return nil
 	}
+	return b.keep(filepath.Join(b.o.Write, began.UTC().Format("2006-01-02")), text)
+}
+
+// keep writes the table and the raw data.
+func (b *bench) keep(dir, text string) error {
+	o := b.o
+	o.Write, o.Profile = "", "" // paths of this machine say nothing
 	var raw bytes.Buffer
 	e := json.NewEncoder(&raw)
+	errs := []error{e.Encode(struct {
+		machine
+		Options options `json:"options"`
+	}{b.machine, o})}
 	for _, s := range b.samples {
-		if err := e.Encode(s); err != nil {
-			return err
-		}
+		errs = append(errs, e.Encode(s))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("encode raw data: %w", err)
 	}
 	return errors.Join(
-		os.MkdirAll(b.o.Write, 0o755),
-		os.WriteFile(filepath.Join(b.o.Write, "results.md"), []byte(text), 0o644),
-		os.WriteFile(filepath.Join(b.o.Write, "raw.jsonl"), raw.Bytes(), 0o644),
+		os.MkdirAll(dir, 0o755),
+		os.WriteFile(filepath.Join(dir, "relay.md"), []byte(text), 0o644),
+		os.WriteFile(filepath.Join(dir, "relay.jsonl"), raw.Bytes(), 0o644),
 	)
+}
+
+// machine is what was measured on, and with what.
+type machine struct {
+	Time   string            `json:"time"`
+	Kernel string            `json:"kernel"`
+	CPU    string            `json:"cpu"`
+	CPUs   int               `json:"cpus"`
+	Go     string            `json:"go"`
+	Peers  map[string]string `json:"peers"` // what each calls its version
+}
+
+func describe() machine {
+	m := machine{Time: time.Now().UTC().Format(time.RFC3339), Kernel: "unknown", CPU: "unknown", CPUs: runtime.NumCPU(), Go: runtime.Version(), Peers: map[string]string{}}
+	var u unix.Utsname
+	if unix.Uname(&u) == nil {
+		m.Kernel = unix.ByteSliceToString(u.Release[:])
+	}
+	text, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return m
+	}
+	for line := range strings.Lines(string(text)) {
+		if name, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(name) == "model name" {
+			m.CPU = strings.TrimSpace(value)
+			break
+		}
+	}
+	return m
+}
+
+// version is the first line of what a program says of itself.
+func version(path string, flag string) string {
+	out, err := exec.Command(path, flag).CombinedOutput() // nginx says it on its standard error
+	if err != nil {
+		return "unknown"
+	}
+	line, _, _ := strings.Cut(string(out), "\n")
+	return strings.TrimSpace(line)
 }
 
 // take takes one sample.
@@ -496,13 +553,13 @@ func (s sample) all() float64 { return float64(s.Proxy + s.Server + s.Client) }
 // table is the result in Markdown.
 func (b *bench) table(took time.Duration) string {
 	var w strings.Builder
-	var u unix.Utsname
-	kernel := "unknown"
-	if unix.Uname(&u) == nil {
-		kernel = unix.ByteSliceToString(u.Release[:])
-	}
+	m := b.machine
 	fmt.Fprintf(&w, "# The relay beside HAProxy in TCP mode, nginx's stream module and io.Copy\n\n")
-	fmt.Fprintf(&w, "%s, %d CPUs, Linux %s, %s. %d rounds in %v, each contender once in each, order by lot.\n", time.Now().UTC().Format("2006-01-02"), runtime.NumCPU(), kernel, runtime.Version(), b.o.Rounds, took.Round(time.Second))
+	fmt.Fprintf(&w, "%s, %d × %s, Linux %s, %s", m.Time, m.CPUs, m.CPU, m.Kernel, m.Go)
+	for _, name := range slices.Sorted(maps.Keys(m.Peers)) {
+		fmt.Fprintf(&w, "; %s", m.Peers[name])
+	}
+	fmt.Fprintf(&w, ".\n%d rounds in %v, each contender once in each, order by lot.\n", b.o.Rounds, took.Round(time.Second))
 	fmt.Fprintf(&w, "New connections: %d, %d at a time. Requests: %d on %d connections, %d bytes for %d. Bulk: %d MiB from server to client. Idle: %d connections after one request each. Loopback in a network namespace, reno.\n", b.o.Conns, b.o.Parallel, b.o.Requests, b.o.Kept, requestSize, answerSize, b.o.Bulk>>20, b.o.Idle)
 	for _, m := range b.missing {
 		fmt.Fprintf(&w, "\n**Left out: %s.**\n", m)

@@ -3,7 +3,7 @@
 // Command benchrelay measures what the relay costs beside HAProxy in TCP mode, nginx's stream module and a proxy made of
 // io.Copy.
 //
-//	go run ./benchrelay [-rounds 15] [-only connections,bulk1] [-write DIR]
+//	go run ./benchrelay [-rounds 15] [-only connections,bulk1] [-write ../docs/benchmarks]
 //
 // All of them stand in front of the same server in a network namespace of their own; each round measures every one of
 // them, in an order by lot, so that what drifts on the machine falls on all alike. CPU time comes first: it counts what
@@ -49,10 +49,10 @@ type options struct {
 }
 
 func main() {
-	os.Exit(run(os.Args[1:], os.Stderr))
+	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
 }
 
-func run(args []string, stderr io.Writer) int {
+func run(args []string, stdout, stderr io.Writer) int {
 	if len(args) > 0 {
 		// The roles of this binary, each a process of its own so that its CPU time is its own.
 		role, ok := map[string]func([]string) error{"inner": inner, "serve": serve, "load": load, "relay": relay, "copy": plainCopy}[args[0]]
@@ -70,7 +70,7 @@ func run(args []string, stderr io.Writer) int {
 	fs.SetOutput(stderr)
 	fs.IntVar(&o.Rounds, "rounds", 15, "rounds")
 	fs.StringVar(&only, "only", "", "`kinds` of work, separated by commas, of "+strings.Join(kinds, ","))
-	fs.StringVar(&o.Write, "write", "", "`directory` for results.md and raw.jsonl")
+	fs.StringVar(&o.Write, "write", "", "`directory` in which to keep the results, in a folder named by the date")
 	fs.StringVar(&o.Profile, "profile", "", "`file` for a CPU profile of the relay")
 	fs.Uint64Var(&o.Seed, "seed", 1, "of the order and of the bootstrap")
 	fs.IntVar(&o.Conns, "conns", 3000, "new connections per sample")
@@ -109,7 +109,7 @@ func run(args []string, stderr io.Writer) int {
 			return 1
 		}
 	}
-	if err := outer(o, stderr); err != nil {
+	if err := outer(o, stdout, stderr); err != nil {
 		fmt.Fprintln(stderr, "benchrelay:", err)
 		return 1
 	}
@@ -117,7 +117,7 @@ func run(args []string, stderr io.Writer) int {
 }
 
 // outer starts the inner process in network, mount and pid namespaces of its own, with which all that it starts ends.
-func outer(o options, stderr io.Writer) error {
+func outer(o options, stdout, stderr io.Writer) error {
 	if os.Geteuid() != 0 {
 		return errors.New("network namespaces need root")
 	}
@@ -131,7 +131,7 @@ func outer(o options, stderr io.Writer) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	cmd := exec.CommandContext(ctx, "/proc/self/exe", "inner", string(spec))
-	cmd.Stdout, cmd.Stderr = os.Stdout, stderr
+	cmd.Stdout, cmd.Stderr = stdout, stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNET | unix.CLONE_NEWNS | unix.CLONE_NEWPID, Pdeathsig: unix.SIGKILL}
 	return cmd.Run()
 }
