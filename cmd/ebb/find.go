@@ -37,6 +37,10 @@ type silent struct {
 // hint says what is wrong with the socket and what to do.
 func (s silent) hint() string {
 	switch {
+	case errors.Is(s.err, api.ErrNotAnswering) && returns(s.path):
+		return s.path + " is not answering: the node agent has died; start it again with: systemctl start ebb-agent"
+	case errors.Is(s.err, fs.ErrNotExist) && returns(s.path):
+		return "no node agent runs here (no socket " + s.path + ")"
 	case errors.Is(s.err, api.ErrNotAnswering):
 		return s.path + " is not answering: its owner has died; start it again under the same name to take over, or remove what is left with: ebb cleanup"
 	case errors.Is(s.err, fs.ErrPermission):
