@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net/netip"
 	"runtime"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -56,8 +57,11 @@ type Diag struct {
 	fd    int           // -1 once closed
 	seq   uint32
 	tagFD int
-	buf   []byte
+	buf   []byte // from buffers, during a turn
 }
+
+// buffers are for one turn each: many namespaces are open at once, and few are asked.
+var buffers = sync.Pool{New: func() any { return new([recvBuffer]byte) }}
 
 // Socket is one socket of a dump.
 type Socket struct {
@@ -110,7 +114,7 @@ func OpenDiag(o DiagOptions) (*Diag, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open sock_diag: %w", err)
 	}
-	d := &Diag{turn: make(chan struct{}, 1), fd: fd, tagFD: o.TagMapFD, buf: make([]byte, recvBuffer)}
+	d := &Diag{turn: make(chan struct{}, 1), fd: fd, tagFD: o.TagMapFD}
 	d.turn <- struct{}{}
 	if err := d.configure(); err != nil {
 		return nil, errors.Join(fmt.Errorf("configure sock_diag: %w", err), d.Close())
@@ -185,7 +189,15 @@ func (d *Diag) take(ctx context.Context) error {
 		d.turn <- struct{}{}
 		return fmt.Errorf("sock_diag: %w", unix.EBADF)
 	}
+	d.buf = buffers.Get().(*[recvBuffer]byte)[:]
 	return nil
+}
+
+// give ends the caller's turn.
+func (d *Diag) give() {
+	buffers.Put((*[recvBuffer]byte)(d.buf))
+	d.buf = nil
+	d.turn <- struct{}{}
 }
 
 // Dump lists the sockets that the filter selects, each once. It is not a snapshot: the kernel walks its tables while
@@ -198,7 +210,7 @@ func (d *Diag) Dump(ctx context.Context, f Filter) ([]Socket, error) {
 	if err := d.take(ctx); err != nil {
 		return nil, err
 	}
-	defer func() { d.turn <- struct{}{} }()
+	defer d.give()
 	var all []Socket
 	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
 		if f.Family != 0 && f.Family != family {
@@ -342,7 +354,7 @@ func (d *Diag) Destroy(ctx context.Context, socks []Socket) (n int, err error) {
 	if err := d.take(ctx); err != nil {
 		return 0, err
 	}
-	defer func() { d.turn <- struct{}{} }()
+	defer d.give()
 	var batch []Socket
 	flush := func() error {
 		if len(batch) == 0 {
