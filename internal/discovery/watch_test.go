@@ -68,18 +68,41 @@ func quiet(t *testing.T, w *Watcher) {
 	}
 }
 
+// endThread ends a thread of this process that is not the first.
+func endThread(t *testing.T) {
+	t.Helper()
+	hold := make(chan struct{})
+	defer close(hold)
+	tids := make(chan int)
+	for range 2 { // one of them is not on the first thread, which never ends
+		go func() {
+			runtime.LockOSThread() // and leaves it so, so that the thread ends with the goroutine
+			tid := unix.Gettid()
+			tids <- tid
+			if tid == os.Getpid() {
+				<-hold
+				runtime.UnlockOSThread()
+			}
+		}()
+	}
+	for range 2 {
+		tid := <-tids
+		if tid == os.Getpid() {
+			continue
+		}
+		if !eventually(func() bool { _, err := os.Stat(fmt.Sprintf("/proc/self/task/%d", tid)); return err != nil }) {
+			t.Fatalf("thread %d does not end", tid)
+		}
+	}
+}
+
 // The filter lets pass that a program is executed and that a process ends, and neither forks nor threads.
 func TestConnectorFilter(t *testing.T) {
 	netnstest.LeakCheck(t)
 	c := connectorOf(t)
 	defer c.Close()
 	c.drain()
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		runtime.LockOSThread() // the thread ends with the goroutine
-	}()
-	<-ended
+	endThread(t)
 	// An exit is told after the parent could reap it, so this one stays unreaped until it has been read.
 	cmd := exec.Command("sh", "-c", "(:) & wait; exec true")
 	if err := cmd.Start(); err != nil {
