@@ -132,7 +132,12 @@ func TestDiagAfterCancelAndClose(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(t.Context())
 	cancel(cause)
 	// take() would stop a call that is over before it began; the walk itself must also survive it.
-	if _, _, err := d.dumpOnce(ctx, unix.AF_INET, Filter{States: 1 << StateListen}); !errors.Is(err, cause) {
+	if err := d.take(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	_, _, err := d.dumpOnce(ctx, unix.AF_INET, Filter{States: 1 << StateListen})
+	d.give()
+	if !errors.Is(err, cause) {
 		t.Fatalf("got %v, want the cause", err)
 	}
 	if _, err := d.Dump(ctx, Filter{}); !errors.Is(err, cause) {
