@@ -241,6 +241,66 @@ func TestListenersAreFoundByCgroupAndAddress(t *testing.T) {
 	}
 }
 
+// A cgroup's watch holds for cgroups that are made below it later, however deep. What counts is where a process is when
+// it listens: one that is moved in afterwards is adopted.
+func TestCgroupsThatComeLater(t *testing.T) {
+	ns := netnstest.New(t)
+	h := installed(t, options(t))
+	requireFiles(t, h)
+	outer := netnstest.Cgroup(t)
+	id, err := CgroupID(outer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := h.WatchCgroup(id, Watch{Backend: 11, Gen: 1}); err != nil {
+		t.Fatal(err)
+	}
+	deep := outer
+	for range 4 {
+		deep = filepath.Join(deep, "below")
+		if err := os.Mkdir(deep, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		made := deep
+		t.Cleanup(func() { eventually(t, "the cgroup to empty", func() bool { return os.Remove(made) == nil }) })
+	}
+	dir, err := os.Open(deep)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer dir.Close()
+	cmd := ns.Command(t, "/proc/self/exe", "listen", "tcp4", "0.0.0.0:0")
+	cmd.Env = append(os.Environ(), helperEnv+"=1")
+	cmd.SysProcAttr = &unix.SysProcAttr{UseCgroupFD: true, CgroupFD: int(dir.Fd())}
+	p, addr := startCmd(t, cmd)
+	if b, _ := backendOf(t, h, addr); b != 11 {
+		t.Errorf("process in a cgroup that came later: got backend %d, want 11", b)
+	}
+	p.end(t)
+
+	p, addr = start(t, ns, "listen", "tcp4", "127.0.0.1:4520")
+	dial(t, ns, addr)
+	if err := os.WriteFile(filepath.Join(outer, "cgroup.procs"), []byte(fmt.Sprint(p.Process.Pid)), 0); err != nil {
+		t.Fatal(err)
+	}
+	if b, _ := backendOf(t, h, addr); b != 0 {
+		t.Errorf("moved in after it listened: got backend %d, want none yet", b)
+	}
+	adopted := 0
+	eventually(t, "the connection to be accepted and adopted", func() bool {
+		_, n, err := h.Adopt([]int{p.Process.Pid}, AdoptTarget{Backend: 11, Gen: 1, Only: []uint16{4520}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		adopted += n
+		return adopted == 1
+	})
+	if b, _ := backendOf(t, h, addr); b != 11 {
+		t.Errorf("adopted: got backend %d, want 11", b)
+	}
+	p.end(t)
+}
+
 // A socket that listens without having been bound gets its port inside listen(); one that listens again after
 // a shutdown is a new listener with the old count.
 func TestUnboundAndRepeatedListen(t *testing.T) {

@@ -87,6 +87,9 @@ type Host struct {
 	hasAdmission bool
 	files        *fileReaders // loaded when first used
 	corrector    *corrector   // loaded when first used
+
+	taking sync.Mutex // one TakeOver at a time
+	taker  *taker     // loaded when first used
 }
 
 // Install makes the installation, or opens it and brings its programs up to date, and returns it. It
@@ -504,6 +507,8 @@ func resemble(s *ebpf.MapSpec, m *ebpf.Map) {
 
 // Close lets go of the installation, which stays. It is idempotent.
 func (h *Host) Close() error {
+	h.taking.Lock()
+	defer h.taking.Unlock()
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.closed {
@@ -517,7 +522,7 @@ func (h *Host) Close() error {
 	for _, l := range h.netns {
 		errs = append(errs, l.Close())
 	}
-	errs = append(errs, h.files.close(), h.corrector.close(), h.maps.close())
+	errs = append(errs, h.taker.close(), h.files.close(), h.corrector.close(), h.maps.close())
 	if h.held != nil {
 		errs = append(errs, h.held.Close())
 	}

@@ -34,6 +34,8 @@ import (
 // The last backend that leaves takes its installation with it, unless a process has that open. Totals begin
 // anew. ErrNotSupported on kernels whose sockets cannot be read through files (before 5.11).
 func (h *Host) TakeOver(backend uint64, pids []int) error {
+	h.taking.Lock()
+	defer h.taking.Unlock()
 	moved := false
 	err := h.opts.eachOther(func(o *other) error {
 		ids, err := o.backends()
@@ -79,7 +81,6 @@ func (h *Host) takeFrom(o *other, backend uint64, pids []int) error {
 	if err != nil {
 		return err
 	}
-	defer taker.close()
 	if err := h.inherit(o, taker, backend, pids); err != nil {
 		return err
 	}
@@ -111,21 +112,35 @@ func (h *Host) takeFrom(o *other, backend uint64, pids []int) error {
 	return nil
 }
 
-// taker are the programs that read what another installation has.
+// taker are the programs that read what another installation has. The next backend needs them too.
 type taker struct {
 	*fileReaders
+	from ebpf.MapID // of that one's tags
 	objs struct {
 		Inherit     *ebpf.Program `ebpf:"inherit"`
 		CopyTargets *ebpf.Program `ebpf:"copy_targets"`
 	}
 }
 
-func (t *taker) close() { errors.Join(t.objs.Inherit.Close(), t.objs.CopyTargets.Close()) }
+func (t *taker) close() error {
+	if t == nil {
+		return nil
+	}
+	return errors.Join(t.objs.Inherit.Close(), t.objs.CopyTargets.Close())
+}
 
 func (h *Host) loadTaker(o *other) (*taker, error) {
 	r, err := h.readers()
 	if err != nil {
 		return nil, err
+	}
+	info, err := o.maps["tags"].Info()
+	if err != nil {
+		return nil, fmt.Errorf("identify map of tags: %w", err)
+	}
+	id, _ := info.ID()
+	if h.taker != nil && h.taker.from == id {
+		return h.taker, nil
 	}
 	spec, err := loadFiles()
 	if err != nil {
@@ -138,11 +153,13 @@ func (h *Host) loadTaker(o *other) (*taker, error) {
 	maps[filesMapTagsBefore] = o.maps["tags"]
 	resemble(spec.Maps[filesMapTagsBefore], o.maps["tags"])
 	maps[filesMapWalk], maps[filesMapWalked], maps[filesMapChosen] = r.objs.Walk, r.objs.Walked, r.objs.Chosen
-	t := &taker{fileReaders: r}
+	t := &taker{fileReaders: r, from: id}
 	if err := spec.LoadAndAssign(&t.objs, &ebpf.CollectionOptions{MapReplacements: maps}); err != nil {
 		return nil, fmt.Errorf("load readers of another layout: %w: %w", ErrNotSupported, err)
 	}
-	return t, nil
+	err = h.taker.close()
+	h.taker = t
+	return t, err
 }
 
 // inherit takes over the sockets that the processes have open.
