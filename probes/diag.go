@@ -7,11 +7,12 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"runtime"
 	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ebbproxy/ebb/internal/netns"
 )
 
 // The states of a socket, as in include/net/tcp_states.h. A half-open request is listed as StateSynRecv.
@@ -140,23 +141,16 @@ func diagSocket() (int, error) {
 	return unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_SOCK_DIAG)
 }
 
-// openIn makes a socket in a namespace. It enters it on a thread that ends with the goroutine, so nothing needs to be
-// put back.
+// openIn makes a socket in a namespace.
 func openIn(ns int) (fd int, err error) {
 	if ns <= 0 {
 		return diagSocket()
 	}
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		runtime.LockOSThread()
-		if err = unix.Setns(ns, unix.CLONE_NEWNET); err != nil {
-			err = fmt.Errorf("enter network namespace: %w", err)
-			return
-		}
+	err = netns.Do(ns, func() error {
+		var err error
 		fd, err = diagSocket()
-	}()
-	<-done
+		return err
+	})
 	return fd, err
 }
 

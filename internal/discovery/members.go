@@ -22,7 +22,7 @@ func (w Workload) Members() ([]int, error) {
 	if err != nil {
 		return nil, err
 	}
-	if h == nil || w.CgroupPath == "" {
+	if h.point == "" || w.CgroupPath == "" {
 		return nil, fmt.Errorf("list the processes of a control group: %w", fs.ErrNotExist)
 	}
 	var pids []int
