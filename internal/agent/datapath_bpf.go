@@ -95,8 +95,17 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 		return nil, err
 	} else if ok && o.Adopt {
 		k.rule = old
+		k.rule.Gen = o.Gen
 		if o.Bypass != ([2]uint16{}) {
 			k.rule.Bypass = o.Bypass
+		}
+		if old.Action == bpf.ActionOpen { // else a drain runs, which keeps what it began with
+			k.rule.Enforce = o.Enforce
+		}
+		if k.rule != old {
+			if err := host.SetBackend(o.ID, k.rule); err != nil {
+				return nil, err
+			}
 		}
 	} else {
 		if ok { // left by an owner that died with its CMD

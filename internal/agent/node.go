@@ -60,6 +60,7 @@ type node struct {
 	watcher *discovery.Watcher
 	snap    discovery.Snapshot // of look
 	pokes   chan struct{}      // a look at the host is due
+	room    chan struct{}      // one that left has gone: another one may have its name
 	ctx     context.Context
 	wg      sync.WaitGroup
 
@@ -67,6 +68,7 @@ type node struct {
 	cfg      *config.Config
 	seats    []*seat // in the order of the configuration
 	ends     map[*seat]context.CancelFunc
+	leaving  map[string]bool // names of backends that are configured no more, and not gone yet
 	services map[string]*serviceSeat
 }
 
@@ -80,7 +82,7 @@ func RunAgent(ctx context.Context, o AgentOptions) error {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	n := &node{
-		o: o, log: o.Log, cfg: o.Config, pokes: make(chan struct{}, 1),
+		o: o, log: o.Log, cfg: o.Config, pokes: make(chan struct{}, 1), room: make(chan struct{}, 1), leaving: map[string]bool{},
 		ends: map[*seat]context.CancelFunc{}, services: map[string]*serviceSeat{},
 	}
 	ctx, cancel := context.WithCancel(ctx)
@@ -240,6 +242,11 @@ func (n *node) loop(sigs <-chan os.Signal) error {
 		case <-n.pokes:
 			n.look()
 			wait(n.ctx, lookEvery)
+		case <-n.room:
+			if err := n.apply(n.conf()); err != nil {
+				n.log.Error("configure a backend whose name was in use", "err", err)
+			}
+			n.look()
 		case <-renew.C:
 			if err := n.lease.Renew(); errors.Is(err, lease.ErrLost) {
 				return fmt.Errorf("another agent may own this host now: %w", err)
@@ -338,10 +345,11 @@ func (n *node) apply(cfg *config.Config) error {
 				s.configure(sv, b)
 				continue
 			}
-			if s != nil {
-				// The same name for something else: what was has to go first.
-				delete(have, b.Name)
-				errs = append(errs, n.remove(s))
+			n.mu.Lock()
+			leaving := n.leaving[b.Name]
+			n.mu.Unlock()
+			if s != nil || leaving {
+				continue // the same name for something else: what was has to go first, and then we come again
 			}
 			s, err := n.newSeat(sv, b)
 			if err != nil {
@@ -355,7 +363,7 @@ func (n *node) apply(cfg *config.Config) error {
 	n.cfg, n.seats = cfg, seats
 	n.mu.Unlock()
 	for _, s := range have {
-		errs = append(errs, n.remove(s))
+		n.remove(s)
 	}
 	for _, s := range fresh {
 		ctx, cancel := context.WithCancel(n.ctx)
@@ -368,15 +376,27 @@ func (n *node) apply(cfg *config.Config) error {
 	return errors.Join(errs...)
 }
 
-// remove ends a backend that is configured no more.
-func (n *node) remove(s *seat) error {
+// remove ends a backend that is configured no more, beside us: what it is in the middle of may take a while.
+func (n *node) remove(s *seat) {
+	n.log.Info("backend is configured no more", "backend", s.name)
 	n.mu.Lock()
 	cancel := n.ends[s]
 	delete(n.ends, s)
+	n.leaving[s.name] = true
 	n.mu.Unlock()
 	cancel()
-	n.log.Info("backend is configured no more", "backend", s.name)
-	return s.stop(true)
+	n.wg.Go(func() {
+		if err := s.stop(true); err != nil {
+			n.log.Warn("end a backend", "backend", s.name, "err", err)
+		}
+		n.mu.Lock()
+		delete(n.leaving, s.name)
+		n.mu.Unlock()
+		select {
+		case n.room <- struct{}{}:
+		default:
+		}
+	})
 }
 
 // roster is what the API shows.
@@ -436,6 +456,9 @@ func (n *node) follow() {
 			if m.name == e.Backend {
 				m.account(n.ctx, e)
 			}
+		}
+		if e.Type == drain.EventBegin {
+			n.changed(e.Service) // others take what is new from now on
 		}
 	}
 }

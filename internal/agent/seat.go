@@ -410,7 +410,7 @@ func (s *seat) enter(ctx context.Context, w discovery.Workload, a arrival) error
 		})
 	}
 	a.set = &set
-	if _, err := s.incarnate(ctx, a); err != nil {
+	if _, err := s.incarnate(s.n.ctx, a); err != nil { // a drain outlives this seat's configuration
 		return err
 	}
 	s.exited, s.over, s.unproven = false, false, true
@@ -516,9 +516,12 @@ func (s *seat) stop(remove bool) error {
 			ctx, cancel := context.WithTimeout(context.Background(), concludeFor)
 			defer cancel()
 			if inc.draining() {
-				// What does not wait for it any more is taken back; after the flush it comes to its end by itself.
+				// Nobody waits for it any more. After the flush it comes to its end by itself.
 				_, err := inc.machine.Undrain(ctx, inc.gen, "the configuration, which names it no more")
-				if err != nil && !errors.Is(err, drain.ErrFlushing) && !errors.Is(err, drain.ErrNotDraining) {
+				switch {
+				case errors.Is(err, drain.ErrFlushing):
+					<-inc.machine.Done()
+				case err != nil && !errors.Is(err, drain.ErrNotDraining):
 					errs = append(errs, err)
 				}
 			}

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"slices"
 	"sync"
@@ -27,7 +28,7 @@ type serviceSeat struct {
 	n    *node
 	name string
 	id   uint64
-	log  interface{ Warn(string, ...any) }
+	log  *slog.Logger
 	kick chan struct{} // of capacity 1: something may have changed
 
 	mu    sync.Mutex
