@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"sync"
@@ -224,19 +225,32 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 const (
 	lookEvery = 50 * time.Millisecond
 	lookAtAll = 500 * time.Millisecond
+	lookSlow  = 30 * time.Second // whatever is heard
 )
+
+// startFor is by when the start is over, also of an agent of hundreds of backends.
+const startFor = 10 * time.Second
 
 // loop lives until a stop.
 func (n *node) loop(sigs <-chan os.Signal) error {
 	renew := time.NewTicker(lease.RenewEvery)
 	defer renew.Stop()
+	every := time.NewTicker(lookSlow)
+	defer every.Stop()
+	// What the start has left is given back; from now on little is needed.
+	defer time.AfterFunc(startFor, debug.FreeOSMemory).Stop()
 	var calm <-chan time.Time // until the next look at all
 	changed := n.watcher.Changed()
 	for {
 		select {
 		case <-changed:
+			if !n.missing() {
+				continue // whoever starts or ends is nobody we wait for
+			}
 			n.look()
 			changed, calm = nil, time.After(lookAtAll)
+		case <-every.C:
+			n.look()
 		case <-calm:
 			changed, calm = n.watcher.Changed(), nil
 		case <-n.pokes:
@@ -274,6 +288,24 @@ func (n *node) poke() {
 	case n.pokes <- struct{}{}:
 	default:
 	}
+}
+
+// missing tells whether a backend has no process.
+func (n *node) missing() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return slices.ContainsFunc(n.seats, func(s *seat) bool {
+		p := s.life().proc
+		if p == nil {
+			return true
+		}
+		select {
+		case <-p.exited():
+			return true
+		default:
+			return false
+		}
+	})
 }
 
 // look finds out what each backend's processes are.

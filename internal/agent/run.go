@@ -299,13 +299,13 @@ func hashID(parts ...string) uint64 {
 	return max(1, binary.LittleEndian.Uint64(sum[:]))
 }
 
-func bootID() string {
+var bootID = sync.OnceValue(func() string {
 	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
 		return ""
 	}
 	return strings.TrimSpace(string(b))
-}
+})
 
 func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err error) {
 	ctx, cancel := context.WithCancel(ctx)
