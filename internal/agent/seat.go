@@ -43,10 +43,11 @@ type seat struct {
 	dp       datapath
 	netns    uint64    // inode number of the namespace that dp was made in
 	set      *settings // for the next incarnation
-	exited   bool      // the present process has, and its drain knows
-	over     bool      // the drain of the present incarnation is
-	audited  uint64    // connections counted at the last audit that agreed
-	unproven bool      // no audit has agreed yet
+	settle   <-chan time.Time
+	exited   bool   // the present process has, and its drain knows
+	over     bool   // the drain of the present incarnation is
+	audited  uint64 // connections counted at the last audit that agreed
+	unproven bool   // no audit has agreed yet
 }
 
 // find is what a look at the host has shown.
@@ -122,6 +123,9 @@ func settingsOf(sv config.Service, b config.Backend) *settings {
 // agentBackendID names a backend of the agent of this host: the same name is the same one until the next boot.
 func agentBackendID(name string) uint64 { return hashID("agent", bootID(), name) }
 
+// settleFor is how long what was open before is given to be counted, before anybody is told that it is not.
+const settleFor = time.Second
+
 // tend lives as long as the backend is configured and this process owns it.
 func (s *seat) tend(ctx context.Context) {
 	defer close(s.gone)
@@ -152,6 +156,11 @@ func (s *seat) tend(ctx context.Context) {
 			s.left(inc)
 		case <-over:
 			s.ended(ctx, inc)
+		case <-s.settle:
+			s.settle = nil
+			for _, why := range inc.b.dp.warnings() {
+				s.degraded(why)
+			}
 		case <-every.C:
 			s.routine(ctx, inc)
 		case <-ctx.Done():
@@ -414,9 +423,7 @@ func (s *seat) enter(ctx context.Context, w discovery.Workload, a arrival) error
 		return err
 	}
 	s.exited, s.over, s.unproven = false, false, true
-	for _, why := range s.dp.warnings() {
-		s.degraded(why)
-	}
+	s.settle = time.After(settleFor)
 	if err := s.life().b.refresh(ctx); err != nil && !errors.Is(err, probes.ErrGone) {
 		s.log.Warn("look for listeners", "err", err)
 	}
