@@ -93,6 +93,28 @@ func helper(args []string) int {
 		}
 		fmt.Println("refused")
 		io.Copy(io.Discard, os.Stdin)
+	case "takeover": // DIR BACKEND PID: takes over from another layout; it may be killed after the first line
+		var backend uint64
+		var pid int
+		fmt.Sscan(args[2], &backend)
+		fmt.Sscan(args[3], &pid)
+		h, err := Install(Options{Dir: args[1]})
+		if err != nil {
+			return fail(err)
+		}
+		ns, err := os.Open("/proc/self/ns/net")
+		if err != nil {
+			return fail(err)
+		}
+		if _, err := h.AttachNetNS(int(ns.Fd())); err != nil {
+			return fail(err)
+		}
+		fmt.Println("installed")
+		if err := h.TakeOver(backend, []int{pid}); err != nil && !errors.Is(err, ErrElsewhere) {
+			return fail(err)
+		}
+		fmt.Println("done")
+		io.Copy(io.Discard, os.Stdin)
 	case "many": // DIR BACKENDS NAMESPACES: an owner of so many idle backends
 		if err := many(args[1], args[2], args[3]); err != nil {
 			return fail(err)

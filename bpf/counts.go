@@ -42,19 +42,33 @@ type ListenerCount struct {
 // Counts reads the counts of a backend's listeners, one by one: a sum over them is not one moment. Once the
 // installation has been cleaned up the counts stand still, and Counts returns ErrNotInstalled.
 func (h *Host) Counts(backend uint64) ([]ListenerCount, error) {
-	if err := h.present(); err != nil {
-		return nil, fmt.Errorf("read counts of backend %d: %w", backend, err)
-	}
 	var cs []ListenerCount
-	err := each(h.maps.Counts, func(cookie uint64, c censusCount) {
+	err := h.eachCount(func(c ListenerCount) {
 		if c.Backend == backend {
-			cs = append(cs, listenerCount(cookie, c))
+			cs = append(cs, c)
 		}
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read counts of backend %d: %w", backend, err)
 	}
 	return cs, nil
+}
+
+// AllCounts reads the counts of every backend of the host in the one walk that Counts takes for each: about a
+// microsecond for a listener.
+func (h *Host) AllCounts() (map[uint64][]ListenerCount, error) {
+	all := map[uint64][]ListenerCount{}
+	if err := h.eachCount(func(c ListenerCount) { all[c.Backend] = append(all[c.Backend], c) }); err != nil {
+		return nil, fmt.Errorf("read counts: %w", err)
+	}
+	return all, nil
+}
+
+func (h *Host) eachCount(f func(ListenerCount)) error {
+	if err := h.present(); err != nil {
+		return err
+	}
+	return each(h.maps.Counts, func(cookie uint64, c censusCount) { f(listenerCount(cookie, c)) })
 }
 
 func listenerCount(cookie uint64, c censusCount) ListenerCount {

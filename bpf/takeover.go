@@ -92,7 +92,8 @@ func (h *Host) takeFrom(o *other, backend uint64, pids []int) error {
 	if err != nil {
 		return err
 	}
-	if here.Live != int(there.Live) || here.Aside != int(there.Aside) {
+	// There may be fewer there: a take-over that was broken off has ended its watch.
+	if here.Live < int(there.Live) || here.Aside < int(there.Aside) {
 		return fmt.Errorf("%d of its %d listeners found: it %w", here.Live+here.Aside, there.Live+there.Aside, ErrElsewhere)
 	}
 	if err := h.takeRule(o, taker, backend); err != nil {

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"os"
 	"slices"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -261,6 +262,80 @@ func TestD4_TakeOverWaitsForTheAcceptQueue(t *testing.T) {
 	if err := after.TakeOver(7, nil); err != nil {
 		t.Errorf("again: %v", err)
 	}
+}
+
+// A take-over that is killed at any moment is taken up by the next, and admission is closed all the while.
+func TestD12_TakeOverKilledAtAnyMoment(t *testing.T) {
+	ns := netnstest.New(t)
+	o := options(t)
+	before := installed(t, newer(o))
+	requireFiles(t, before)
+	id := attach(t, before, ns)
+	w, err := Watch{Backend: 7, Gen: 1, Only: []uint16{4720}}.kernel(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	put(t, before.maps.Watch, new(portKey(id, 4720)), w)
+	p, addr := start(t, ns, "listen", "tcp4", "127.0.0.1:4720")
+	admit(t, before, id, netip.MustParseAddrPort(addr), false, 7)
+	for range 5 {
+		c := dial(t, ns, addr)
+		if _, err := c.Write([]byte("x")); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.Read(make([]byte, 1)); err != nil { // accepted, then
+			t.Fatal(err)
+		}
+	}
+	k, err := BackendRule{Action: ActionRefuse, Enforce: true, Gen: 1, Until: BootNow() + time.Hour}.kernel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	put(t, before.maps.Backends, uint64(7), k)
+
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for !closed(stop) {
+			if !refused(ns, addr) {
+				t.Error("a connection came through")
+				return
+			}
+		}
+	})
+	for i := range size(8, 60) {
+		killed, _ := start(t, ns, "takeover", o.Dir, "7", strconv.Itoa(p.Process.Pid))
+		time.Sleep(time.Duration(i) * 8 * time.Millisecond) // another moment each time
+		killed.kill9()
+	}
+	after := installed(t, o)
+	eventually(t, "the backend to be taken over", func() bool {
+		err := after.TakeOver(7, []int{p.Process.Pid})
+		if err != nil && !errors.Is(err, ErrElsewhere) {
+			t.Fatal(err)
+		}
+		return err == nil
+	})
+	if err := before.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if installed(t, o); !slices.Equal(layouts(t, o), []string{"v1"}) {
+		t.Errorf("got %v, want v1", layouts(t, o))
+	}
+	close(stop)
+	wg.Wait()
+	all, err := after.AllCounts()
+	if err != nil || len(all) != 1 || len(all[7]) != 1 {
+		t.Fatalf("got counts %+v, %v, want those of one listener", all, err)
+	}
+	if c := all[7][0]; c.Open != 5 || !c.Listening {
+		t.Errorf("got %+v, want 5 open", c)
+	}
+	p.end(t)
+	eventually(t, "the refusal to end with the last listener", func() bool {
+		a, err := after.Listeners(7)
+		return err == nil && a.Live == 0
+	})
 }
 
 // G2: the kill switch is the host's, and a backend of another layout can be removed.
