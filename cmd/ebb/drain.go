@@ -415,7 +415,7 @@ func awaitEnds(ctx context.Context, tail *api.Tail, g []*target, p *progress) {
 // learn takes over what an event tells about d, for when nobody is left to ask. What it cannot read it leaves:
 // an event of another version has other fields.
 func learn(d *api.Drain, ev api.Event) {
-	if ev.Phase != "" && ev.Phase != d.Phase() {
+	if ev.Phase != "" && !slices.ContainsFunc(d.Phases, func(p api.PhaseAt) bool { return p.Phase == ev.Phase }) {
 		d.Phases = append(d.Phases, api.PhaseAt{Phase: ev.Phase, At: ev.Time})
 	}
 	var fields struct {

@@ -276,6 +276,36 @@ func TestDrainByTheUnitOfTheProcess(t *testing.T) {
 	}
 }
 
+// Words that this version does not know are shown as they are, and an outcome among them is no success.
+func TestWordsOfANewerServer(t *testing.T) {
+	a := newAgent(t, "web")
+	out := newBuffer()
+	code := start(t.Context(), testEnv(a.dir, out, out, nil, "drain", "web", "--wait"))
+	out.waitFor(t, "phase stop_new")
+	a.source.Update("web", func(b *api.Backend) {
+		b.Drain.Policy.OnDeadline, b.Mode, b.State, b.OnNew.Chosen = "evict", "advise", "hibernating", "teleport"
+	})
+	for args, want := range map[string][]string{
+		"status -o wide": {"hibernating", "advise", "teleport"},
+		"explain web":    {"hibernating", `treated by "evict", a word of a newer ebb`},
+	} {
+		shown := newBuffer()
+		if code := run(t.Context(), testEnv(a.dir, shown, shown, nil, strings.Fields(args)...)); code != 0 {
+			t.Errorf("%s: exit code %d: %s", args, code, shown)
+		}
+		for _, w := range want {
+			if !strings.Contains(shown.String(), w) {
+				t.Errorf("%s: got %s, want %q in it", args, shown, w)
+			}
+		}
+	}
+	a.source.End("web", "evaporated")
+	if got := wait(t, code); got != exitFailed {
+		t.Errorf("exit code: got %d, want %d", got, exitFailed)
+	}
+	out.waitFor(t, "web: evaporated at")
+}
+
 func TestUnitsIn(t *testing.T) {
 	for in, want := range map[string]string{
 		"0::/system.slice/nginx.service\n":                                                 "nginx.service",

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"slices"
@@ -33,14 +34,15 @@ func (e *environment) inUnit(unit string, all []located, bad []silent) ([]locate
 	if len(hits) > 0 {
 		return hits, nil
 	}
-	msg := fmt.Sprintf("the unit %s runs no backend", unit)
+	var msg strings.Builder
+	fmt.Fprintf(&msg, "the unit %s runs no backend", line(unit))
 	if len(there) > 0 {
-		msg += "; there are: " + strings.Join(there, ", ")
+		msg.WriteString("; there are: " + strings.Join(there, ", "))
 	}
 	for _, s := range bad {
-		msg += "\nebb: " + s.hint()
+		msg.WriteString("\nebb: " + s.hint())
 	}
-	return nil, fmt.Errorf("%s", msg)
+	return nil, errors.New(msg.String())
 }
 
 // unitsOf are the units that a backend belongs to, the outermost first.

@@ -13,7 +13,7 @@ import (
 	"strconv"
 )
 
-// Access is who may ask over a listener, and for what. Make one with [Anyone], [Operators], [Apps] or [Remote].
+// Access is who may ask over a listener, and for what. Make one with [Anyone], [Operators], [OperatorsOf], [Apps] or [Remote].
 type Access struct {
 	// listen puts what the listener needs around it; nil: nothing.
 	listen func(net.Listener) (net.Listener, error)
@@ -56,13 +56,16 @@ func Anyone() Access {
 	return Access{admit: func(req *http.Request) (caller, error) { return caller{peer: peerOf(req.Context())}, nil }}
 }
 
-// Operators admits, over a Unix socket, root, the user of this process, and the members of the group gid: by what the
-// kernel says of the process that connected, whatever became of the file's mode. See [GroupID].
-func Operators(gid int) Access {
+// Operators is OperatorsOf the user of this process.
+func Operators(gid int) Access { return OperatorsOf(os.Geteuid(), gid) }
+
+// OperatorsOf admits, over a Unix socket, root, the user uid, whose backends they are, and the members of the group gid: by
+// what the kernel says of the process that connected, whatever became of the file's mode. See [GroupID].
+func OperatorsOf(uid, gid int) Access {
 	return Access{admit: func(req *http.Request) (caller, error) {
 		p := peerOf(req.Context())
 		c := caller{peer: p}
-		if p.uid == 0 || p.uid == os.Geteuid() || p.in(gid) {
+		if p.uid == 0 || p.uid == uid || p.in(gid) {
 			return c, nil
 		}
 		return c, forbidden("%s is neither root nor in the group %s", p, groupName(gid))

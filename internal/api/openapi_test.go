@@ -93,6 +93,24 @@ func TestOpenAPIHasEveryRoute(t *testing.T) {
 	}
 }
 
+// Every operation says how it is refused.
+func TestOpenAPIHasEveryRefusal(t *testing.T) {
+	d := readDoc(t)
+	for _, r := range routes {
+		want := []string{"401", "403", "default"}
+		if r.kind != probe {
+			want = append(want, "429", "503")
+		}
+		if r.kind == action {
+			want = append(want, "400", "404", "409", "413", "415", "422")
+		}
+		have := slices.Collect(maps.Keys(d.Paths[r.path][strings.ToLower(r.method)].Responses))
+		for _, s := range diff(want, have) {
+			t.Errorf("%s %s: %s is not described", r.method, r.path, s)
+		}
+	}
+}
+
 // goTypes are the structs behind the schemas.
 var goTypes = map[string]any{
 	"BackendList": BackendList{}, "Backend": Backend{}, "OnNewChoice": OnNewChoice{}, "Owner": Owner{},

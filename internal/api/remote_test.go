@@ -264,8 +264,8 @@ func TestRemoteByToken(t *testing.T) {
 		return resp
 	}
 	resp := post(func(h http.Header) { h.Set("Authorization", "Basic "+first) })
-	if resp.StatusCode != 401 || resp.Header.Get("WWW-Authenticate") != "Bearer" {
-		t.Errorf("another scheme: got %d, WWW-Authenticate %q", resp.StatusCode, resp.Header.Get("WWW-Authenticate"))
+	if resp.StatusCode != 401 || resp.Header.Get("WWW-Authenticate") != "Bearer" || !resp.Close {
+		t.Errorf("another scheme: got %d, WWW-Authenticate %q, closed %v", resp.StatusCode, resp.Header.Get("WWW-Authenticate"), resp.Close)
 	}
 	if a := e.lastAudit(); a.Action != "cut" || a.Status != 401 || a.By != "unknown" || a.Err == nil {
 		t.Errorf("audit of a refusal: got %+v", a)

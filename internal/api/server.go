@@ -822,8 +822,13 @@ func writeProblem(w http.ResponseWriter, p *Problem) {
 	if p.retry {
 		w.Header().Set("Retry-After", "1")
 	}
-	if p.Status == http.StatusUnauthorized {
+	switch p.Status {
+	case http.StatusUnauthorized:
 		w.Header().Set("WWW-Authenticate", "Bearer") // RFC 6750 section 3
+		fallthrough
+	case http.StatusForbidden:
+		// Whoever is refused does not keep the place of a connection.
+		w.Header().Set("Connection", "close")
 	}
 	w.WriteHeader(p.Status)
 	// The caller may have gone; there is nobody else to tell.

@@ -207,6 +207,15 @@ type socketListener struct {
 	err  error
 }
 
+// File is a duplicate of the socket, for another process to accept on.
+func (l *socketListener) File() (*os.File, error) {
+	u, ok := l.Listener.(*net.UnixListener)
+	if !ok {
+		return nil, fmt.Errorf("duplicate a %T: %w", l.Listener, errors.ErrUnsupported)
+	}
+	return u.File()
+}
+
 // Close closes the socket and removes its file, unless another process has put its own there.
 func (l *socketListener) Close() error {
 	l.once.Do(func() {
