@@ -31,6 +31,7 @@ import (
 // lateOptions say what may be done with late connections.
 type lateOptions struct {
 	name, service, runDir string
+	relay                 string        // name of the relay's socket and cgroup
 	sock                  string        // our own API socket
 	peers                 []Peer        // --peer
 	health                *proxy.Health // nil: health checks are like other connections
@@ -110,7 +111,7 @@ type lateRecord struct {
 
 // resume goes on with what an earlier owner has left: its relay, and the redirection if the rule is still there.
 func (l *late) resume(ctx context.Context, past *lateRecord) {
-	p, err := relay.Find(ctx, l.o.runDir, l.o.name)
+	p, err := relay.Find(ctx, l.o.runDir, l.o.relay)
 	if err != nil && !errors.Is(err, relay.ErrNone) {
 		l.log.Warn("find the relay of the owner before", "err", err)
 	}
@@ -511,7 +512,7 @@ func (l *late) startRelay(ctx context.Context, sp *space, peers []proxy.Peer, pa
 	err := sp.in(func() (err error) {
 		p, err = relay.Start(ctx, f, relay.Options{
 			RetireAfter: l.o.retire,
-			Name:        l.o.name, RunDir: l.o.runDir, Until: until, Peers: peers, Parked: parked, Park: l.o.park,
+			Name:        l.o.relay, RunDir: l.o.runDir, Until: until, Peers: peers, Parked: parked, Park: l.o.park,
 			Health: l.o.health, Log: l.log,
 		})
 		return err

@@ -88,7 +88,7 @@ func RunAgent(ctx context.Context, o AgentOptions) error {
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	for _, d := range []string{"backends", "lease"} {
+	for _, d := range []string{"backends", "lease", "services"} {
 		if err := os.MkdirAll(filepath.Join(o.Config.State.Dir, d), 0o700); err != nil {
 			return fmt.Errorf("make the state directory: %w", err)
 		}
@@ -187,6 +187,9 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 	lns, err := n.bind(n.ctx)
 	if err != nil {
 		return err
+	}
+	if err := n.orphans(cfg); err != nil {
+		n.log.Warn("remove what an earlier agent has left", "err", err)
 	}
 	if err := n.apply(cfg); err != nil {
 		return errors.Join(err, lns.close())

@@ -541,7 +541,7 @@ func (r *runner) coverage() coverage {
 const relayRetireAfter = 2500 * time.Millisecond
 
 func (r *runner) lateOptions(set *settings, dp datapath) lateOptions {
-	o := lateOptions{name: r.o.Name, service: r.o.Service, runDir: r.o.RunDir, sock: r.paths.sock, peers: r.o.Peers, ports: r.ports}
+	o := lateOptions{name: r.o.Name, relay: r.o.Name, service: r.o.Service, runDir: r.o.RunDir, sock: r.paths.sock, peers: r.o.Peers, ports: r.ports}
 	o.park = proxy.ParkOptions{Max: r.o.HoldMax, For: r.o.HoldFor}
 	o.keep = r.o.RestartOnExit && set.mode == drain.ModeEnforce && dp.guarded()
 	o.ready = set.ready

@@ -120,6 +120,9 @@ func settingsOf(sv config.Service, b config.Backend) *settings {
 	return set
 }
 
+// agentRelay is what the relay of a backend is called: a run may have the backend's name.
+func agentRelay(backend string) string { return "agent-" + backend }
+
 // agentBackendID names a backend of the agent of this host: the same name is the same one until the next boot.
 func agentBackendID(name string) uint64 { return hashID("agent", bootID(), name) }
 
@@ -500,7 +503,7 @@ func (s *seat) adjust(ctx context.Context) {
 
 // lateOptions is member.late.
 func (s *seat) lateOptions(set *settings, _ datapath) lateOptions {
-	o := lateOptions{name: s.name, service: s.service, runDir: s.n.o.RunDir, sock: s.n.conf().API.Socket, health: set.health}
+	o := lateOptions{name: s.name, relay: agentRelay(s.name), service: s.service, runDir: s.n.o.RunDir, sock: s.n.conf().API.Socket, health: set.health}
 	o.park = proxy.ParkOptions{Max: set.holdMax, For: set.holdFor}
 	for _, p := range set.peers {
 		o.peers = append(o.peers, Peer{Address: p})

@@ -47,6 +47,9 @@ func (n *node) steerServices(cfg *config.Config) error {
 		}
 	}
 	var errs []error
+	for name := range want {
+		errs = append(errs, n.record(name))
+	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for name, v := range n.services {
@@ -59,7 +62,7 @@ func (n *node) steerServices(cfg *config.Config) error {
 		v := n.services[name]
 		if v == nil {
 			v = &serviceSeat{
-				n: n, name: name, id: hashID("service", bootID(), name), log: n.log.With("service", name), kick: make(chan struct{}, 1),
+				n: n, name: name, id: serviceID(name), log: n.log.With("service", name), kick: make(chan struct{}, 1),
 				at: map[bpf.Address][]uint64{}, said: map[bpf.Address]string{},
 			}
 			if err := n.host.SetBackend(v.id, bpf.BackendRule{Action: bpf.ActionOpen, Enforce: true, Gen: 1}); err != nil {

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/ebbproxy/ebb/internal/config"
+)
+
+// orphans removes what an earlier agent of this host has left of backends and services that are configured no more: it did
+// not live to see them go.
+func (n *node) orphans(cfg *config.Config) error {
+	backends, services := map[string]bool{}, map[string]bool{}
+	for _, sv := range cfg.Services {
+		services[sv.Name] = true
+		for _, b := range sv.Backends {
+			backends[b.Name] = true
+		}
+	}
+	var errs []error
+	for _, name := range n.recorded("backends", ".journal") {
+		if backends[name] {
+			continue
+		}
+		path := filepath.Join(cfg.State.Dir, "backends", name+".journal")
+		id := agentBackendID(name)
+		if f, err := os.Open(path); err == nil {
+			h, _, err := readJournal(f)
+			if err == nil && h.lastRun != nil {
+				id = h.lastRun.Backend
+			}
+			f.Close()
+		}
+		errs = append(errs, n.forget(id), os.Remove(path))
+		n.wg.Go(func() { // it may take the time that its last arrivals need
+			if err := endRelay(n.o.RunDir, agentRelay(name)); err != nil {
+				n.log.Warn("end a relay", "backend", name, "err", err)
+			}
+		})
+		n.log.Info("removed what was left of a backend that is configured no more", "backend", name)
+	}
+	for _, name := range n.recorded("services", "") {
+		if !services[name] {
+			errs = append(errs, n.forget(serviceID(name)), os.Remove(filepath.Join(cfg.State.Dir, "services", name)))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// recorded are the names of which a file in the state directory tells.
+func (n *node) recorded(dir, ext string) (names []string) {
+	entries, err := os.ReadDir(filepath.Join(n.conf().State.Dir, dir))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		n.log.Warn("look for what is left of an earlier agent", "err", err)
+	}
+	for _, e := range entries {
+		if name, ok := strings.CutSuffix(e.Name(), ext); ok && nameOK.MatchString(name) {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+func (n *node) forget(id uint64) error {
+	if n.host == nil {
+		return nil
+	}
+	return n.host.RemoveBackend(id)
+}
+
+// record says that a service has a rule in the kernel, for an agent that comes after us.
+func (n *node) record(service string) error {
+	path := filepath.Join(n.conf().State.Dir, "services", service)
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		return fmt.Errorf("record service %s: %w", service, err)
+	}
+	return nil
+}
+
+func serviceID(name string) uint64 { return hashID("service", bootID(), name) }
