@@ -713,7 +713,7 @@ func (l *loop) connected(c *conn) {
 }
 
 func (l *loop) opened(c *conn) {
-	c.phase = open
+	c.phase, c.last = open, l.now
 	c.side[client].room, c.side[server].room = true, true
 	l.touch(c)
 	if c.side[client].ready || c.flow[client].rest != nil {

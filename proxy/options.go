@@ -77,7 +77,8 @@ type Options struct {
 	// RetireAfter ends a connection whose answer has been carried, and on which nothing has come either way for so long,
 	// in the way its client would: the peer reads the end and closes, and the client is told so. It is for protocols of
 	// strict request and response, such as HTTP/1; a request that crosses it meets what it would meet at a server's own
-	// keep-alive timeout. Default none. It takes the place of IdleTimeout. See LetGo.
+	// keep-alive timeout. A client that has not asked yet has four times as long. Default none. It takes the place of
+	// IdleTimeout. See LetGo.
 	RetireAfter time.Duration
 	// HalfClosed ends a connection whose peer has finished but whose client neither sends nor closes; default 60 s,
 	// Never for no limit. A client that has finished and waits for its answer is not bounded by it.

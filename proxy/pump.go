@@ -24,6 +24,10 @@ const (
 	// ticks of the kernel at HZ 250, as for connections that are not relayed.
 	restFor = int64(8 * time.Millisecond)
 
+	// unasked is how many times RetireAfter a client has for its first request. One on a machine that is very busy may have
+	// connected, and not come to send it yet.
+	unasked = 4
+
 	// busyAfter is how long LetGo waits for such a moment.
 	busyAfter = int64(time.Second)
 )
@@ -281,8 +285,8 @@ func (l *loop) idled(c *conn) {
 		l.end(c, ResultIdle)
 		return
 	}
-	if !c.rests() {
-		l.idle.push(c, l.now+int64(l.r.o.RetireAfter)) // it waits for an answer, or for room
+	if !c.rests() || c.times == 0 && l.now-c.last < unasked*int64(l.r.o.RetireAfter) {
+		l.idle.push(c, l.now+int64(l.r.o.RetireAfter)) // it waits for an answer, for room, or for its first request
 		return
 	}
 	l.retire(c)
