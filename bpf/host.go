@@ -215,14 +215,6 @@ func create(o Options) (err error) {
 	if err := os.Mkdir(o.Dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	// The kill switch is the host's: one that is open under another layout stays open.
-	enforce, err := Control(o)
-	if errors.Is(err, ErrNotInstalled) {
-		enforce, err = true, nil
-	}
-	if err != nil {
-		return err
-	}
 	aside := aside(o.version())
 	if err := makeDirs(aside); err != nil {
 		return err
@@ -247,15 +239,22 @@ func create(o Options) (err error) {
 			return fmt.Errorf("pin map %s: %w", name, err)
 		}
 	}
-	if enforce {
-		if err := h.maps.Control.Put(uint32(0), uint32(1)); err != nil {
-			return fmt.Errorf("set the kill switch: %w", err)
-		}
+	if err := h.maps.Control.Put(uint32(0), uint32(1)); err != nil {
+		return fmt.Errorf("set the kill switch: %w", err)
 	}
 	if err := h.refresh(aside); err != nil {
 		return err
 	}
-	return os.Rename(aside, o.version())
+	if err := os.Rename(aside, o.version()); err != nil {
+		return err
+	}
+	// The kill switch is the host's: one that is open under another layout is open here. It is read when this
+	// installation can be seen: who sets it meanwhile sets it here too, or has set it before.
+	enforce, err := Control(o)
+	if err == nil && !enforce {
+		err = h.maps.Control.Put(uint32(0), uint32(0))
+	}
+	return err
 }
 
 // makeDirs makes the directories of an installation, or those that it lacks.

@@ -309,18 +309,23 @@ func setControl(o Options, enforce bool) (had bool, err error) {
 		word = 1
 	}
 	var errs []error
-	maps, err := controls(o)
-	errs = append(errs, err)
-	for _, m := range maps {
-		if err := m.Put(uint32(0), word); err != nil {
-			errs = append(errs, err)
+	// Until no installation has come meanwhile.
+	for n, last := 0, -1; n != last; {
+		maps, err := controls(o)
+		errs = append(errs, err)
+		for _, m := range maps {
+			if err := m.Put(uint32(0), word); err != nil {
+				errs = append(errs, err)
+			}
+			m.Close()
 		}
-		m.Close()
+		n, last = len(maps), n
+		had = had || n > 0
 	}
 	if err := errors.Join(errs...); err != nil {
-		return len(maps) > 0, fmt.Errorf("set the kill switch: %w", err)
+		return had, fmt.Errorf("set the kill switch: %w", err)
 	}
-	return len(maps) > 0, nil
+	return had, nil
 }
 
 // Control tells the kill switch. ErrNotInstalled if nothing is installed.
