@@ -9,6 +9,8 @@ import (
 	"os"
 	"time"
 
+	"go.yaml.in/yaml/v3"
+
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/discovery"
 	"github.com/ebbproxy/ebb/internal/health"
@@ -126,7 +128,16 @@ func Load(path string) (*Config, error) {
 // most), in the order of the lines, each as "NAME:LINE: key.path: reason"; a budget that does not fit wraps
 // drain.ErrPolicy. Aliases, anchors, merge keys and a second document are refused, as is more than 1 MiB.
 func Parse(name string, b []byte) (*Config, error) {
-	r := &reader{file: name, lines: make(map[string]int), bad: make(map[string]bool)}
+	r := newReader(name)
+	return r.config(r.document(b))
+}
+
+func newReader(name string) *reader {
+	return &reader{file: name, lines: make(map[string]int), bad: make(map[string]bool)}
+}
+
+// config reads a document; nil is an empty one.
+func (r *reader) config(root *yaml.Node) (*Config, error) {
 	c := &Config{
 		Mode:       drain.ModeObserve,
 		API:        API{Socket: "/run/ebb/ebb.sock", AppSocket: "/run/ebb/app.sock"},
@@ -135,7 +146,7 @@ func Parse(name string, b []byte) (*Config, error) {
 		Defaults:   Settings{HoldMax: DefaultHoldMax, HoldFor: DefaultHoldFor, Retain: DefaultRetain},
 		Kubernetes: Kubernetes{LabelPrefix: "ebb.internal"},
 	}
-	if root := r.document(b); root != nil {
+	if root != nil {
 		r.value("", root.Line, root, object{keys: c.keys(), check: c.check})
 	}
 	// Until here the policy of the defaults held only what was set: what follows from the rest (idle from protocol,
