@@ -152,6 +152,13 @@ func Started(pid int) (uint64, error) {
 	return p.Start, err
 }
 
+// Parent is the process that a process is a child of, 0 if that is none of this pid namespace. It wraps [ErrGone] if there
+// is no such process.
+func Parent(pid int) (int, error) {
+	p, err := readStat(pid)
+	return p.PPID, err
+}
+
 // Alive reports whether the process that had this pid and start time still runs. A zombie does not.
 func Alive(pid int, start uint64) bool {
 	p, err := readStat(pid)

@@ -24,6 +24,7 @@ type incarnation struct {
 	b       *backend // nil while there is no process
 	machine *drain.Machine
 	absent  string // why there is none
+	unknown bool   // whether there is one, and what it has open, is not known
 
 	cancel context.CancelFunc // ends the goroutines of wg
 	wg     sync.WaitGroup

@@ -52,6 +52,7 @@ type member struct {
 	id            uint64 // of its backend in the kernel
 	started       time.Time
 	log           *slog.Logger
+	unit          string // by which it is matched, if it is
 	events        *api.Log
 	metrics       *metrics.Metrics
 	late          func(*settings, datapath) lateOptions
@@ -90,7 +91,7 @@ func (m *member) view(ctx context.Context, closer bool) api.Backend {
 	inc := m.life()
 	set := inc.set
 	v := api.Backend{
-		Name: m.name, Service: m.service, Gen: inc.gen, Mode: set.mode, Protocol: set.eff.Policy.Protocol,
+		Name: m.name, Service: m.service, Unit: m.unit, Gen: inc.gen, Mode: set.mode, Protocol: set.eff.Policy.Protocol,
 		Owner: api.Owner{PID: os.Getpid(), Started: m.started},
 	}
 	if inc.b == nil {
@@ -123,10 +124,15 @@ func (m *member) view(ctx context.Context, closer bool) api.Backend {
 
 // absent is the view of a backend that has no process: nothing serves, and nothing is open.
 func (m *member) absent(v api.Backend, inc *incarnation) api.Backend {
-	zero, at := drain.Counts{Known: true}, time.Now()
+	zero, at := drain.Counts{Known: !inc.unknown}, time.Now()
 	v.State, v.OnNew, v.Datapath = drain.StateDone, onNewOf(inc.set, drain.Status{}), api.DatapathNone
-	v.Counts, v.CountsKnown, v.CountsAt, v.InFlight = api.CountsOf(zero), true, &at, api.InFlightOf(zero, inc.set.eff.Policy.Idle)
-	v.Warnings = append(v.Warnings, "no process: "+inc.absent)
+	v.Counts, v.CountsKnown, v.CountsAt, v.InFlight = api.CountsOf(zero), zero.Known, &at, api.InFlightOf(zero, inc.set.eff.Policy.Idle)
+	if inc.unknown {
+		v.State = drain.StateLost
+		v.Warnings = append(v.Warnings, "counts are unknown: "+inc.absent)
+	} else {
+		v.Warnings = append(v.Warnings, "no process: "+inc.absent)
+	}
 	if ds := m.past(); len(ds) > 0 {
 		v.Drain = &ds[len(ds)-1]
 		if v.Drain.Outcome == drain.OutcomeLost {

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"path"
 	"path/filepath"
 	"runtime/debug"
 	"slices"
@@ -26,6 +27,7 @@ import (
 	"github.com/ebbproxy/ebb/internal/lease"
 	"github.com/ebbproxy/ebb/internal/metrics"
 	"github.com/ebbproxy/ebb/internal/systemd"
+	"github.com/ebbproxy/ebb/probes"
 )
 
 // Events of the agent itself; they have no backend.
@@ -157,7 +159,8 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 	n.ctx, cancel = context.WithCancel(ctx)
 	defer cancel()
 	cfg := n.conf()
-	n.events = api.NewLog(api.LogOptions{})
+	// Numbers go on growing from one owner to the next, whatever became of the one before.
+	n.events = api.NewLog(api.LogOptions{First: uint64(n.started.UnixMicro())})
 	if n.metrics, err = metrics.New(metrics.Options{Source: n.roster(), Version: n.o.Version, Commit: n.o.Commit, Retain: cfg.Defaults.Retain}); err != nil {
 		return err
 	}
@@ -195,6 +198,7 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 		return errors.Join(err, lns.close())
 	}
 	n.look()
+	n.settle()
 	stopAPI, err := n.serve(lns)
 	if err != nil {
 		return err
@@ -221,6 +225,24 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 	stopAPI()
 	n.wg.Wait()
 	return errors.Join(errs...)
+}
+
+// settle waits until each backend's first look was taken in, so that nobody is told of one that it has no process.
+func (n *node) settle() {
+	late := time.NewTimer(startFor)
+	defer late.Stop()
+	n.mu.Lock()
+	seats := slices.Clone(n.seats)
+	n.mu.Unlock()
+	for _, s := range seats {
+		select {
+		case <-s.looked:
+		case <-late.C:
+			return
+		case <-n.ctx.Done():
+			return
+		}
+	}
 }
 
 // A look costs a walk of /proc. What backends tell is looked at soon; that somewhere a process has started or ended, which on
@@ -459,14 +481,36 @@ func (n *node) seatsOf(service string) []*seat {
 	return out
 }
 
-// owns is the backend that a process belongs to.
+// owns is the backend that a process belongs to. It is asked before each request of an application, and so does not look at
+// all processes of a backend but at the ancestors of this one.
 func (n *node) owns(_ context.Context, pid int) (string, bool) {
+	mains, groups := map[int]string{}, map[string]string{}
 	n.mu.Lock()
-	seats := slices.Clone(n.seats)
+	for _, s := range n.seats {
+		if p := s.life().proc; p != nil {
+			mains[p.pid] = s.name
+			if g := p.workload.CgroupPath; g != "" {
+				groups[g] = s.name
+			}
+		}
+	}
 	n.mu.Unlock()
-	for _, s := range seats {
-		if p := s.life().proc; p != nil && slices.Contains(p.descendants(), pid) {
-			return s.name, true
+	if len(groups) > 0 {
+		group, err := discovery.CgroupOf(pid)
+		for err == nil && len(group) > 1 {
+			if name, ok := groups[group]; ok {
+				return name, true
+			}
+			group = path.Dir(group)
+		}
+	}
+	for pid > 1 {
+		if name, ok := mains[pid]; ok {
+			return name, true
+		}
+		var err error
+		if pid, err = probes.Parent(pid); err != nil {
+			return "", false
 		}
 	}
 	return "", false

@@ -13,6 +13,7 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/ebbproxy/ebb/bpf"
@@ -34,6 +35,9 @@ type seat struct {
 	finds chan find      // the last look at the host; of capacity 1
 	confs chan *settings // the last configuration; of capacity 1
 	gone  chan struct{}  // closed when tend has returned
+
+	once   sync.Once
+	looked chan struct{} // closed when the first look was taken in
 
 	configured *settings // the last that was put into confs; of whoever applies a configuration
 
@@ -68,9 +72,9 @@ func put[T any](c chan T, v T) {
 func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 	s := &seat{
 		member: &member{
-			name: b.Name, service: sv.Name, id: agentBackendID(b.Name), started: n.started, log: n.log, events: n.events, metrics: n.metrics,
+			name: b.Name, service: sv.Name, unit: b.Match.Unit, id: agentBackendID(b.Name), started: n.started, log: n.log, events: n.events, metrics: n.metrics,
 		},
-		n: n, log: n.log.With("backend", b.Name), match: *b.Match, finds: make(chan find, 1), confs: make(chan *settings, 1), gone: make(chan struct{}), unproven: true,
+		n: n, log: n.log.With("backend", b.Name), match: *b.Match, finds: make(chan find, 1), confs: make(chan *settings, 1), gone: make(chan struct{}), looked: make(chan struct{}), unproven: true,
 	}
 	s.late = s.lateOptions
 	s.flipped = func(ctx context.Context) error { return n.flipped(ctx, sv.Name) }
@@ -83,7 +87,7 @@ func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 	if s.past.torn {
 		s.log.Warn("journal ended in a torn record, which was cut off")
 	}
-	s.current.Store(&incarnation{gen: s.past.lastGen, set: s.set, absent: "it was not looked for yet"})
+	s.current.Store(&incarnation{gen: s.past.lastGen, set: s.set, absent: "it was not looked for yet", unknown: true})
 	n.metrics.Register(sv.Name, b.Name)
 	return s, nil
 }
@@ -150,6 +154,7 @@ func (s *seat) tend(ctx context.Context) {
 		select {
 		case f := <-s.finds:
 			s.look(ctx, f)
+			s.once.Do(func() { close(s.looked) })
 		case set := <-s.confs:
 			s.set = set
 			s.adjust(ctx)
@@ -259,6 +264,9 @@ func (s *seat) look(ctx context.Context, f find) {
 	default:
 		if err := s.arrive(ctx, f.workload); err != nil && ctx.Err() == nil {
 			s.degraded("its process cannot be taken in: " + err.Error())
+			if s.life().b == nil {
+				s.current.Store(&incarnation{gen: inc.gen, set: s.set, absent: "its process cannot be taken in: " + err.Error(), unknown: true})
+			}
 		}
 	}
 }
@@ -491,7 +499,7 @@ func (s *seat) adjust(ctx context.Context) {
 		return
 	}
 	if inc.b == nil {
-		s.current.Store(&incarnation{gen: inc.gen, set: s.set, absent: inc.absent})
+		s.current.Store(&incarnation{gen: inc.gen, set: s.set, absent: inc.absent, unknown: inc.unknown})
 		return
 	}
 	inc.end()

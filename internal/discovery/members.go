@@ -69,3 +69,17 @@ func readProcs(path string) (pids []int, err error) {
 	}
 	return pids, nil
 }
+
+// CgroupOf is the path, as Workload.CgroupPath has it, of the control group (version 2) that a process is in; empty if it
+// is in none. The error wraps fs.ErrNotExist if there is no such process.
+func CgroupOf(pid int) (string, error) {
+	h, err := findHierarchy()
+	if err != nil {
+		return "", err
+	}
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+	if err != nil {
+		return "", fmt.Errorf("find the control group of a process: %w", err)
+	}
+	return h.parse(b, func(b []byte) string { return string(b) }).v2, nil
+}
