@@ -256,7 +256,7 @@ func (s *seat) look(ctx context.Context, f find) {
 	switch {
 	case f.err != nil:
 		if inc.b == nil {
-			s.current.Store(&incarnation{gen: inc.gen, set: s.set, absent: f.err.Error()})
+			s.current.Store(&incarnation{gen: inc.gen, set: s.set, absent: f.err.Error(), unknown: !errors.Is(f.err, discovery.ErrNone)})
 		}
 	case inc.b != nil && inc.proc.pid == f.workload.Main && inc.proc.start == f.workload.Start:
 	case inc.b != nil && !s.exited && s.alive(inc):
@@ -329,6 +329,12 @@ func (s *seat) arrive(ctx context.Context, w discovery.Workload) error {
 	argv := commandOf(p.pid)
 	if err := s.enter(ctx, w, arrival{gen: gen, set: s.set, proc: p, argv: argv}); err != nil {
 		return errors.Join(err, p.close())
+	}
+	if old.b == nil {
+		// What an owner before us has left closed was closed for the process before this one.
+		if err := s.dp.admit(); err != nil {
+			s.log.Warn("open admission for a new process", "err", err)
+		}
 	}
 	if old.proc != nil {
 		if err := old.proc.close(); err != nil {
