@@ -17,6 +17,10 @@
 //	counts, err := host.Counts(7)
 //	err = host.RemoveBackend(7)
 //
+// An owner of many backends opens one Ring for all of them, and reads AllCounts. A service address is a backend
+// without listeners: open, with the targets that Place arranges.
+//
 // What is installed is shared by all processes of a host and outlives them: programs and maps are
 // pinned in a directory of the BPF file system. Each backend has one owner, who writes its rule.
+// Installations of different layouts work side by side; TakeOver moves a backend between them.
 package bpf
