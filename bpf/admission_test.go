@@ -321,32 +321,40 @@ func selfID(t *testing.T) uint32 {
 	return tgid
 }
 
-// G1: with no process of ours alive, a refusal ends with the last listener of its backend.
+// G1: with no process of ours alive, a refusal ends with the last listener of its backend, whether the next one is
+// another's or found by the watch on its port.
 func TestG1_RefusalEndsWithItsLastListener(t *testing.T) {
-	ns := netnstest.New(t)
-	o := options(t)
-	h := installed(t, o)
-	id := attach(t, h, ns)
-	watchSelf(t, h, Watch{Backend: 7, Gen: 1, NotSelf: true, Only: []uint16{4290}})
-	app, first := start(t, ns, "listen", "tcp4", "127.0.0.1:4290")
-	addr := netip.MustParseAddrPort(first)
-	// The restarted application is another backend's, or nobody's.
-	if err := h.UnwatchProcess(selfID(t)); err != nil {
-		t.Fatal(err)
-	}
-	owner, _ := start(t, ns, "refuse", o.Dir, "7", fmt.Sprint(id), addr.String())
-	if err := h.Close(); err != nil {
-		t.Fatal(err)
-	}
-	owner.kill9()
-	if !refused(ns, addr.String()) {
-		t.Fatal("not refused with its owner dead and its listener alive")
-	}
-	app.end(t)
-	again, _ := start(t, ns, "listen", "tcp4", addr.String())
-	defer again.end(t)
-	if refused(ns, addr.String()) {
-		t.Error("the restarted application is refused by the rule of a dead one")
+	for _, name := range []string{"another's", "the same backend's"} {
+		t.Run(name, func(t *testing.T) {
+			ns := netnstest.New(t)
+			o := options(t)
+			h := installed(t, o)
+			id := attach(t, h, ns)
+			if err := h.WatchPort(id, 4290, Watch{Backend: 7, Gen: 1}); err != nil {
+				t.Fatal(err)
+			}
+			app, first := start(t, ns, "listen", "tcp4", "127.0.0.1:4290")
+			addr := netip.MustParseAddrPort(first)
+			if name == "another's" {
+				if err := h.UnwatchPort(id, 4290); err != nil {
+					t.Fatal(err)
+				}
+			}
+			owner, _ := start(t, ns, "refuse", o.Dir, "7", fmt.Sprint(id), addr.String())
+			if err := h.Close(); err != nil {
+				t.Fatal(err)
+			}
+			owner.kill9()
+			if !refused(ns, addr.String()) {
+				t.Fatal("not refused with its owner dead and its listener alive")
+			}
+			app.end(t)
+			again, _ := start(t, ns, "listen", "tcp4", addr.String())
+			defer again.end(t)
+			if refused(ns, addr.String()) {
+				t.Error("the restarted application is refused by the rule of a dead one")
+			}
+		})
 	}
 }
 

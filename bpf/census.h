@@ -319,6 +319,23 @@ static __always_inline bool tag_listener(struct sock *sk, void *storage, __u64 c
 	return true;
 }
 
+/*
+ * A refusal ends with its backend's last listener. Whoever listens next is somebody else, also
+ * where a watch on a port or a cgroup gives that one the same backend.
+ */
+static __always_inline void lift(__u64 backend, struct alive *l)
+{
+	struct backend *b = bpf_map_lookup_elem(&backends, &backend);
+
+	if (!b || b->action != ACTION_REFUSE)
+		return;
+	if (*(volatile __s32 *)&l->live > 0)
+		return;
+	if ((b->flags & BACKEND_ASIDE) && *(volatile __s32 *)&l->aside > 0)
+		return;
+	b->action = ACTION_OPEN;
+}
+
 static __always_inline void listener_closed(struct tag *t, const bool atomic)
 {
 	__u64 backend = t->backend, cookie = t->cookie, live;
@@ -338,6 +355,8 @@ static __always_inline void listener_closed(struct tag *t, const bool atomic)
 		__sync_fetch_and_add(&l->aside, -1);
 	else if (l)
 		__sync_fetch_and_add(&l->live, -1);
+	if (l)
+		lift(backend, l);
 	send(EVENT_CLOSED, backend, t->gen, cookie, live);
 }
 
