@@ -12,6 +12,7 @@ import (
 
 	"github.com/ebbproxy/ebb/internal/agent"
 	"github.com/ebbproxy/ebb/internal/config"
+	"github.com/ebbproxy/ebb/internal/front"
 )
 
 // defaultConfig is where `ebb agent` looks for its configuration. That one may be missing.
@@ -39,12 +40,22 @@ and the next agent takes them over.`,
 			if !slices.Contains([]string{"auto", "bpf", "none"}, datapath) {
 				return usagef("--datapath %q: want one of auto, bpf, none", datapath)
 			}
+			log := slog.New(slog.NewJSONHandler(env.stderr, nil))
 			load := func() (*config.Config, error) {
-				c, err := config.Load(path)
+				c, err := agent.LoadConfig(cmd.Context(), path, func(err error) {
+					if !check && !print {
+						log.Warn("the configuration is read by the agent itself, which is root", "err", err)
+					}
+				})
 				if errors.Is(err, fs.ErrNotExist) && !cmd.Flags().Changed("config") {
 					return config.Parse(path, nil)
 				}
 				return c, err
+			}
+			if !check && !print {
+				if err := agent.Confine(); err != nil {
+					return err
+				}
 			}
 			c, err := load()
 			if err != nil || check && !print {
@@ -60,7 +71,7 @@ and the next agent takes them over.`,
 			}
 			o := agent.AgentOptions{
 				Config: c, Reload: load, Standby: standby, Datapath: datapath, RunDir: env.runDir(),
-				Log: slog.New(slog.NewJSONHandler(env.stderr, nil)),
+				Log: log,
 			}
 			o.Version, o.Commit = buildVersion()
 			return agent.RunAgent(cmd.Context(), o)
@@ -73,5 +84,25 @@ and the next agent takes them over.`,
 	fl.BoolVar(&check, "check-config", false, "say what is wrong with the configuration, and end")
 	fl.BoolVar(&print, "print-config", false, "print the effective configuration, and end")
 	complete(cmd, "datapath", []string{"auto", "bpf", "none"})
+	return cmd
+}
+
+func newFrontCmd(env *environment) *cobra.Command {
+	var parse string
+	cmd := &cobra.Command{
+		Use:   front.Arg,
+		Short: "Serve the agent's API without privilege (internal)",
+		Long: `Serve the API of a node agent without privilege. It is started by the agent, which hands over its sockets;
+it cannot be used by hand.`,
+		Hidden: true,
+		Args:   exactly(0, "an argument"),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if parse != "" {
+				return front.Parse(parse, env.stdin, env.stdout)
+			}
+			return front.Main(cmd.Context(), slog.New(slog.NewJSONHandler(env.stderr, nil)))
+		},
+	}
+	cmd.Flags().StringVar(&parse, "parse-config", "", "read a configuration, of the file named `name`, from standard input")
 	return cmd
 }

@@ -64,7 +64,7 @@ directory for sockets.`,
 		return &usageError{err}
 	})
 	root.AddCommand(
-		newRunCmd(env), newAgentCmd(env), newStatusCmd(env), newExplainCmd(env),
+		newRunCmd(env), newAgentCmd(env), newFrontCmd(env), newStatusCmd(env), newExplainCmd(env),
 		newDrainCmd(env), newUndrainCmd(env), newExtendCmd(env), newCutCmd(env),
 		newReportCmd(env), newPrestopCmd(env), newEventsCmd(env), newCheckCmd(env), newOpenCmd(env), newCleanupCmd(env),
 		newDemoCmd(env), newVersionCmd(env), newRelayCmd(env), newSystemdCmd(env),

@@ -9,9 +9,13 @@ import (
 	"net"
 	"os/user"
 	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/front"
 )
 
 // nodeAPI is the API of an agent: what the roster shows, while the agent's own readiness is that it owns the host.
@@ -22,9 +26,8 @@ func (nodeAPI) Ready(context.Context) error { return nil }
 
 // entrance is one address of the API and who may come in there.
 type entrance struct {
-	ln     net.Listener
-	access api.Access
-	probes bool // health and metrics alone
+	front.Entrance
+	access api.Access // but for probes
 }
 
 type entrances []entrance
@@ -32,7 +35,7 @@ type entrances []entrance
 func (es entrances) close() error {
 	var errs []error
 	for _, e := range es {
-		if err := e.ln.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
+		if err := e.Listener.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
 			errs = append(errs, err)
 		}
 	}
@@ -51,37 +54,62 @@ func (n *node) bind(ctx context.Context) (es entrances, err error) {
 	if err != nil {
 		return es, err
 	}
-	ln, err := api.ListenAs(c.API.Socket, 0o660, gid)
+	ln, err := listen(ctx, func() (net.Listener, error) { return api.ListenAs(c.API.Socket, 0o660, gid) })
 	if err != nil {
 		return es, err
 	}
-	es = append(es, entrance{ln: ln, access: api.Operators(gid)})
+	es = append(es, entrance{front.Entrance{Kind: front.Operators, Listener: ln, GID: gid}, api.Operators(gid)})
 	if c.API.AppSocket != "" {
-		if ln, err = api.ListenAs(c.API.AppSocket, 0o666, -1); err != nil {
+		ln, err := listen(ctx, func() (net.Listener, error) { return api.ListenAs(c.API.AppSocket, 0o666, -1) })
+		if err != nil {
 			return es, err
 		}
-		es = append(es, entrance{ln: ln, access: api.Apps(n.owns)})
+		es = append(es, entrance{front.Entrance{Kind: front.Apps, Listener: ln}, api.Apps(n.owns)})
 	}
 	// Plain TCP: an MPTCP socket would fit no socket map, and nobody asks for one here.
 	var lc net.ListenConfig
 	lc.SetMultipathTCP(false)
 	if c.API.Listen != "" {
-		access, err := api.Remote(api.Credentials{Cert: c.API.TLS.Cert, Key: c.API.TLS.Key, ClientCA: c.API.TLS.ClientCA, TokenFile: c.API.TokenFile}, n.log)
+		access, err := api.Remote(n.credentials(), n.log)
 		if err != nil {
 			return es, err
 		}
-		if ln, err = lc.Listen(ctx, "tcp", c.API.Listen); err != nil {
+		ln, err := listen(ctx, func() (net.Listener, error) { return lc.Listen(ctx, "tcp", c.API.Listen) })
+		if err != nil {
 			return es, fmt.Errorf("listen for the API: %w", err)
 		}
-		es = append(es, entrance{ln: ln, access: access})
+		es = append(es, entrance{front.Entrance{Kind: front.Remote, Listener: ln}, access})
 	}
 	if c.Metrics.Listen != "" {
-		if ln, err = lc.Listen(ctx, "tcp", c.Metrics.Listen); err != nil {
+		ln, err := listen(ctx, func() (net.Listener, error) { return lc.Listen(ctx, "tcp", c.Metrics.Listen) })
+		if err != nil {
 			return es, fmt.Errorf("listen for metrics: %w", err)
 		}
-		es = append(es, entrance{ln: ln, probes: true})
+		es = append(es, entrance{front.Entrance{Kind: front.Probes, Listener: ln}, api.Access{}})
 	}
 	return es, nil
+}
+
+// letGoFor is how long the front of an agent that was killed may take to let go of its sockets.
+const letGoFor = 5 * time.Second
+
+// listen opens a socket, and waits a little for one that is in use: whoever owns this host alone is the agent.
+func listen(ctx context.Context, open func() (net.Listener, error)) (net.Listener, error) {
+	for until := time.Now().Add(letGoFor); ; {
+		ln, err := open()
+		if err == nil || !errors.Is(err, api.ErrInUse) && !errors.Is(err, unix.EADDRINUSE) || time.Now().After(until) {
+			return ln, err
+		}
+		wait(ctx, 10*time.Millisecond)
+		if ctx.Err() != nil {
+			return nil, err
+		}
+	}
+}
+
+func (n *node) credentials() api.Credentials {
+	a := n.conf().API
+	return api.Credentials{Cert: a.TLS.Cert, Key: a.TLS.Key, ClientCA: a.TLS.ClientCA, TokenFile: a.TokenFile}
 }
 
 // operators is the group of those who may act: the one that is named, else ebb if there is one, else root.
@@ -95,7 +123,7 @@ func operators(name string) (gid int, err error) {
 	return api.GroupID(name)
 }
 
-// serve answers at the entrances until stop is called.
+// serve answers at the entrances until stop is called: in a process without privilege, or if there can be none in this one.
 func (n *node) serve(es entrances) (stop func(), err error) {
 	srv, err := api.NewServer(api.Options{Source: nodeAPI{n.roster()}, Log: n.events, Metrics: n.metrics.Handler(), Logger: n.log, Audit: n.audited})
 	if err != nil {
@@ -103,19 +131,21 @@ func (n *node) serve(es entrances) (stop func(), err error) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	var served sync.WaitGroup
-	for _, e := range es {
-		served.Go(func() {
-			err := error(nil)
-			if e.probes {
-				err = srv.ServeProbes(ctx, e.ln)
-			} else {
-				err = srv.ServeAs(ctx, e.ln, e.access)
+	served.Go(func() {
+		if separable() {
+			err := front.Serve(ctx, n.frontOptions(es))
+			if err == nil {
+				return
 			}
-			if err != nil {
-				n.log.Error("serve API", "address", e.ln.Addr().String(), "err", err)
+			if !errors.Is(err, front.ErrUnavailable) {
+				n.log.Warn("end the front", "err", err)
+				return
 			}
-		})
-	}
+			n.log.Warn("the API is served by the agent itself, which is root", "err", err)
+			n.emit(drain.Event{Type: EventDegraded, Message: "the API is served by the agent itself, which is root: " + err.Error()})
+		}
+		n.serveHere(ctx, srv, es)
+	})
 	return func() {
 		// The log is closed first, so that followers read the last events and leave.
 		if err := n.events.Close(); err != nil {
@@ -123,7 +153,44 @@ func (n *node) serve(es entrances) (stop func(), err error) {
 		}
 		cancel()
 		served.Wait()
+		if err := es.close(); err != nil {
+			n.log.Warn("close the API's sockets", "err", err)
+		}
 	}, nil
+}
+
+func (n *node) frontOptions(es entrances) front.Options {
+	o := front.Options{
+		Source: nodeAPI{n.roster()}, Log: n.events, Owns: n.owns, Credentials: n.credentials(), Metrics: n.metrics.Handler(), Audit: n.audited, Logger: n.log,
+		Started: func(pid int) { n.log.Info("the API is served by a process without privilege", "pid", pid) },
+		Ended: func(err error) {
+			n.log.Warn("the front has ended, and is started again", "err", err)
+			n.emit(drain.Event{Type: EventAgent, Message: "the process that serves the API has ended, and is started again: " + err.Error()})
+		},
+	}
+	for _, e := range es {
+		o.Entrances = append(o.Entrances, e.Entrance)
+	}
+	return o
+}
+
+// serveHere answers at the entrances until ctx is over.
+func (n *node) serveHere(ctx context.Context, srv *api.Server, es entrances) {
+	var served sync.WaitGroup
+	defer served.Wait()
+	for _, e := range es {
+		served.Go(func() {
+			err := error(nil)
+			if e.Kind == front.Probes {
+				err = srv.ServeProbes(ctx, e.Listener)
+			} else {
+				err = srv.ServeAs(ctx, e.Listener, e.access)
+			}
+			if err != nil {
+				n.log.Error("serve API", "address", e.Listener.Addr().String(), "err", err)
+			}
+		})
+	}
 }
 
 // audited publishes one event for each action that somebody asked for, refused ones too.

@@ -114,7 +114,9 @@ func TestRequestsAreCheckedAgain(t *testing.T) {
 		"grace": func() (api.Drain, error) {
 			return c.Drain(ctx, "web", api.DrainRequest{Cause: drain.CauseOperator, Grace: &neg})
 		},
-		"by":      func() (api.Drain, error) { return c.Drain(ctx, "web", api.DrainRequest{Cause: drain.CauseApp, By: long}) },
+		"by": func() (api.Drain, error) {
+			return c.Drain(ctx, "web", api.DrainRequest{Cause: drain.CauseApp, By: long})
+		},
 		"undrain": func() (api.Drain, error) { return c.Undrain(ctx, "web", api.UndrainRequest{Reason: long}) },
 		"extend":  func() (api.Drain, error) { return c.Extend(ctx, "web", api.ExtendRequest{}) },
 		"cut":     func() (api.Drain, error) { return c.Cut(ctx, "web", api.CutRequest{By: long}) },
