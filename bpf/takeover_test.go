@@ -233,10 +233,6 @@ func TestD4_TakeOverWaitsForTheAcceptQueue(t *testing.T) {
 	}
 	refuse(t, before, 7)
 	after := installed(t, newer(o))
-	if err := after.TakeOver(7, []int{os.Getpid()}); err == nil || errors.Is(err, ErrElsewhere) {
-		t.Errorf("without the namespace: got %v, want an error", err)
-	}
-	attach(t, after, ns)
 	// A refusal without a listener is none: the rule stays where the listener is known.
 	if err := after.TakeOver(7, nil); !errors.Is(err, ErrElsewhere) || !refused(ns, ln.Addr().String()) {
 		t.Errorf("without its processes: got %v, want %v and admission closed", err, ErrElsewhere)
@@ -244,6 +240,10 @@ func TestD4_TakeOverWaitsForTheAcceptQueue(t *testing.T) {
 	if _, ok, err := before.Backend(7); !ok || err != nil {
 		t.Errorf("without its processes: the rule has moved: %v, %v", ok, err)
 	}
+	if err := after.TakeOver(7, []int{os.Getpid()}); err == nil || errors.Is(err, ErrElsewhere) {
+		t.Errorf("without the namespace: got %v, want an error", err)
+	}
+	attach(t, after, ns)
 	for range 2 {
 		if err := after.TakeOver(7, []int{os.Getpid()}); !errors.Is(err, ErrElsewhere) {
 			t.Fatalf("with three waiting: got %v, want %v", err, ErrElsewhere)
