@@ -322,6 +322,10 @@ func readable(ctx context.Context, f *os.File) error {
 	if err != nil {
 		return err
 	}
+	// The deadline that ended an earlier wait is over.
+	if err := f.SetReadDeadline(time.Time{}); err != nil {
+		return err
+	}
 	defer context.AfterFunc(ctx, func() { _ = f.SetReadDeadline(time.Unix(1, 0)) })()
 	var polled error
 	err = rc.Read(func(fd uintptr) bool {

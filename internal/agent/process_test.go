@@ -4,6 +4,7 @@ package agent
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -12,6 +13,9 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
+
+	"github.com/ebbproxy/ebb/probes"
 )
 
 // The status of a process that is not our child is read while it is a zombie.
@@ -58,6 +62,49 @@ func TestZombieExit(t *testing.T) {
 		if err := cmd.Wait(); err != nil && !errors.As(err, &exit) {
 			t.Fatal(err)
 		}
+	}
+}
+
+// A process that was watched for a while is watched again, as after a change of the configuration: it has not ended.
+func TestWatchAgain(t *testing.T) {
+	t.Parallel()
+	cmd := exec.Command("cat")
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	start, err := probes.Started(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, ok := adoptProcess(cmd.Process.Pid, start)
+	if !ok {
+		t.Fatal("the process is not there")
+	}
+	defer p.close()
+	for range 2 {
+		ctx, cancel := context.WithCancel(t.Context())
+		watched := make(chan struct{})
+		go func() {
+			p.watch(ctx)
+			close(watched)
+		}()
+		time.AfterFunc(10*time.Millisecond, cancel)
+		<-watched
+		select {
+		case <-p.exited():
+			t.Fatalf("it has ended: %+v", p.exit)
+		default:
+		}
+	}
+	go p.watch(t.Context())
+	in.Close()
+	<-p.exited()
+	if err := cmd.Wait(); err != nil {
+		t.Fatal(err)
 	}
 }
 
