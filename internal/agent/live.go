@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -62,17 +63,27 @@ func (m *member) account(ctx context.Context, e drain.Event) {
 		if s.ID != e.Drain {
 			return
 		}
-		d := m.drainView(m.life(), s)
-		m.mu.Lock()
+		m.keepDrain(m.drainView(m.life(), s), s.OnNew)
+	}
+}
+
+// keepDrain remembers a drain that is over, and counts it, once. onNew is what became of its new connections.
+func (m *member) keepDrain(d api.Drain, onNew drain.OnNew) {
+	m.mu.Lock()
+	known := slices.ContainsFunc(m.drains, func(o api.Drain) bool { return o.ID == d.ID })
+	if !known {
 		m.drains = append(m.drains, d)
-		m.mu.Unlock()
-		m.metrics.DrainEnded(d)
-		if d.Late != nil {
-			m.metrics.LateConnections(m.service, metrics.LateAdmit, metrics.LateOK, int(d.Late.Admitted))
-			m.metrics.LateConnections(m.service, metrics.LateRefuse, metrics.LateOK, int(d.Late.Refused))
-			if s.OnNew == drain.OnNewSteer {
-				m.metrics.LateConnections(m.service, metrics.LateSteer, metrics.LateOK, int(d.Late.Redirected))
-			}
+	}
+	m.mu.Unlock()
+	if known {
+		return
+	}
+	m.metrics.DrainEnded(d)
+	if d.Late != nil {
+		m.metrics.LateConnections(m.service, metrics.LateAdmit, metrics.LateOK, int(d.Late.Admitted))
+		m.metrics.LateConnections(m.service, metrics.LateRefuse, metrics.LateOK, int(d.Late.Refused))
+		if onNew == drain.OnNewSteer {
+			m.metrics.LateConnections(m.service, metrics.LateSteer, metrics.LateOK, int(d.Late.Redirected))
 		}
 	}
 }
@@ -80,15 +91,19 @@ func (m *member) account(ctx context.Context, e drain.Event) {
 // finished is the status of a drain whose end was told. The event comes a moment before the status that shows it.
 func (m *member) finished(ctx context.Context, id string) drain.Status {
 	for {
-		changed := m.life().machine.Changed()
-		s := m.life().machine.Status()
+		machine := m.life().machine
+		if machine == nil {
+			return drain.Status{} // its process has gone, and has no successor
+		}
+		changed := machine.Changed()
+		s := machine.Status()
 		if s.ID != id || s.Over() {
 			return s
 		}
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return m.life().machine.Status()
+			return machine.Status()
 		}
 	}
 }

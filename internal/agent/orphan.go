@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"github.com/ebbproxy/ebb/bpf"
 	"github.com/ebbproxy/ebb/internal/config"
 )
 
@@ -72,6 +73,19 @@ func (n *node) forget(id uint64) error {
 		return nil
 	}
 	return n.host.RemoveBackend(id)
+}
+
+// release opens the admission of a backend of which no process is left.
+func (n *node) release(id uint64) error {
+	if n.host == nil {
+		return nil
+	}
+	r, ok, err := n.host.Backend(id)
+	if ok && err == nil {
+		r.Action, r.Until = bpf.ActionOpen, 0
+		err = n.host.SetBackend(id, r)
+	}
+	return errors.Join(err, n.host.ClearDrain(id))
 }
 
 // record says that a service has a rule in the kernel, for an agent that comes after us.

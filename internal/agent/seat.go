@@ -18,6 +18,7 @@ import (
 
 	"github.com/ebbproxy/ebb/bpf"
 	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/api"
 	"github.com/ebbproxy/ebb/internal/config"
 	"github.com/ebbproxy/ebb/internal/discovery"
 	"github.com/ebbproxy/ebb/internal/health"
@@ -292,12 +293,22 @@ func (s *seat) recover(ctx context.Context, f find) {
 	}
 	p, ok := s.process(w)
 	if !ok || last.BootID != bootID() {
-		if past.openDrain == nil || last.BootID != bootID() {
-			return // a drain does not outlive its boot: neither do its connections
+		if past.openDrain != nil {
+			s.bury(*past.openDrain, last.BootID == bootID())
 		}
-		p = bygone(last.PID, last.Start)
+		if ok {
+			s.closeProcess(p)
+		}
+		return
 	}
-	if err := s.enter(ctx, w, arrival{gen: last.Gen, set: s.set, proc: p, argv: last.Argv, past: past, adopted: true}); err != nil && ctx.Err() == nil {
+	set := s.set
+	if past.openDrain != nil && set.mode != drain.ModeEnforce {
+		// What was journalled was enforced, and goes on so; the configured mode is in force after it.
+		enforced := *set
+		enforced.mode = drain.ModeEnforce
+		set = &enforced
+	}
+	if err := s.enter(ctx, w, arrival{gen: last.Gen, set: set, proc: p, argv: last.Argv, past: past, adopted: true}); err != nil && ctx.Err() == nil {
 		s.degraded("what an earlier owner has left cannot be taken over: " + err.Error())
 		return
 	}
@@ -312,6 +323,53 @@ func (s *seat) recover(ctx context.Context, f find) {
 		inc.b.flushed.Store(true)
 	}
 	s.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("took over %s, process %d; %s", strings.Join(last.Argv, " "), p.pid, s.set.eff), Fields: map[string]any{"pid": p.pid, "argv": last.Argv}})
+}
+
+// bury ends the drain of a process that ended while nobody watched: it has its one outcome, and what it closed is open.
+// Connections do not outlive a boot, and neither does what is in the kernel.
+func (s *seat) bury(r drain.Record, sameBoot bool) {
+	r.Type, r.Outcome = "end", drain.OutcomeLost
+	why := "its process ended while no agent watched"
+	switch {
+	case !sameBoot:
+		why = "the machine was started again"
+	case r.FlushReason == drain.FlushZero:
+		r.Outcome = drain.OutcomeDrained
+	case r.FlushReason == drain.FlushDeadline:
+		r.Outcome = drain.OutcomeExpired
+	}
+	if err := s.j.append(r); err != nil {
+		s.log.Warn("journal the end of a drain", "drain", r.Drain, "err", err)
+	}
+	if sameBoot {
+		if err := s.n.release(s.id); err != nil {
+			s.log.Warn("open admission after a drain", "drain", r.Drain, "err", err)
+		}
+	}
+	// The policy is that of a drain that ran.
+	eff, _ := drain.Validate(r.Policy)
+	d := api.Drain{
+		ID: r.Drain, Backend: s.name, Service: s.service, Gen: r.Gen, Cause: r.Cause, By: r.By, Reason: r.Reason,
+		State: drain.StateDone, Outcome: r.Outcome, Begun: r.Begun, Deadline: r.Deadline, Ended: new(time.Now()),
+		Policy: api.PolicyOf(eff.Policy), FlushReason: r.FlushReason, Warnings: []string{why},
+		Slices: api.Slices{Wait: api.Duration(eff.Wait), Flush: api.Duration(eff.Policy.FlushTimeout), Reserve: api.Duration(eff.Policy.Reserve)},
+	}
+	if r.Outcome == drain.OutcomeLost {
+		d.State = drain.StateLost
+	}
+	s.keepDrain(d, "")
+	s.log.Info("drain ended", "drain", r.Drain, "outcome", r.Outcome, "why", why)
+	s.emit(drain.Event{
+		Type: drain.EventEnd, Gen: r.Gen, Drain: r.Drain, Cause: r.Cause, Phase: drain.PhaseDone, Outcome: r.Outcome,
+		Message: fmt.Sprintf("the drain is over: %s: %s", r.Outcome, why), Fields: map[string]any{"flush_reason": string(r.FlushReason)},
+	})
+}
+
+// closeProcess lets go of a process.
+func (s *seat) closeProcess(p *process) {
+	if err := p.close(); err != nil {
+		s.log.Warn("let go of a process", "pid", p.pid, "err", err)
+	}
 }
 
 // arrive makes a process the present incarnation.
@@ -335,11 +393,12 @@ func (s *seat) arrive(ctx context.Context, w discovery.Workload) error {
 		if err := s.dp.admit(); err != nil {
 			s.log.Warn("open admission for a new process", "err", err)
 		}
+		late := s.life().b.late
+		late.resume(ctx, nil)
+		late.shed()
 	}
 	if old.proc != nil {
-		if err := old.proc.close(); err != nil {
-			s.log.Warn("let go of the process before", "err", err)
-		}
+		s.closeProcess(old.proc)
 	}
 	s.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("found %s, process %d; %s", strings.Join(argv, " "), p.pid, s.set.eff), Fields: map[string]any{"pid": p.pid, "argv": argv}})
 	return nil
@@ -366,6 +425,10 @@ func (s *seat) conclude(ctx context.Context, old *incarnation) {
 		}
 	}
 	old.end()
+	// Whoever reads the events may come to its end only when there is a successor.
+	if st := old.machine.Status(); st.ID != "" && st.Over() {
+		s.keepDrain(s.drainView(old, st), st.OnNew)
+	}
 }
 
 // process is the one that was found, if it lives still.
