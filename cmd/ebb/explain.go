@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -108,6 +109,9 @@ func (x explanation) write(w *strings.Builder, colour bool, why string, now time
 		item("ended", "%s", ending(*d))
 	}
 	item("connections", "%s", connections(b))
+	for _, a := range b.Addresses {
+		item("service", "%s %s", a.Address, sharesText(a))
+	}
 	if running {
 		x.drainItems(item, now)
 	} else {
@@ -189,6 +193,22 @@ func (x explanation) drainItems(item func(string, string, ...any), now time.Time
 	if d.Late != nil && d.Late.Any() {
 		item("late", "%s since the backend was told to stop", lateWords(*d.Late))
 	}
+}
+
+// sharesText says who gets the new connections to an address of the service.
+func sharesText(a api.ServiceAddress) string {
+	sum := 0
+	for _, n := range a.Shares {
+		sum += n
+	}
+	if sum == 0 {
+		return "is steered to nobody: " + a.Why
+	}
+	var parts []string
+	for _, name := range slices.Sorted(maps.Keys(a.Shares)) {
+		parts = append(parts, fmt.Sprintf("%s (%d of %d)", name, a.Shares[name], sum))
+	}
+	return "is steered to " + strings.Join(parts, ", ")
 }
 
 func atDeadline(d api.Drain, acts time.Time) string {

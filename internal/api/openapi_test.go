@@ -119,6 +119,7 @@ var goTypes = map[string]any{
 	"StragglerList": StragglerList{}, "Straggler": Straggler{}, "Cut": Cut{}, "Late": Late{},
 	"DrainRequest": DrainRequest{}, "UndrainRequest": UndrainRequest{}, "ExtendRequest": ExtendRequest{},
 	"CutRequest": CutRequest{}, "Event": Event{}, "Readiness": Readiness{}, "Problem": Problem{},
+	"ServiceAddress": ServiceAddress{},
 }
 
 // Every member of every Go type is in its schema and the other way round, and is required there exactly

@@ -64,8 +64,18 @@ type Backend struct {
 	// CountsAt is when the counts were taken; nil if never.
 	CountsAt *time.Time `json:"counts_at"`
 	// Drain is the running drain, else the last one of this backend, else nil.
-	Drain    *Drain   `json:"drain"`
-	Warnings []string `json:"warnings"`
+	Drain *Drain `json:"drain"`
+	// Addresses are those of the service that its owner steers over the backends, as they are where this one is; none if it
+	// steers none.
+	Addresses []ServiceAddress `json:"addresses,omitempty"`
+	Warnings  []string         `json:"warnings"`
+}
+
+// ServiceAddress is an address of a service, and who gets the new connections to it.
+type ServiceAddress struct {
+	Address string         `json:"address"`       // ADDR:PORT
+	Shares  map[string]int `json:"shares"`        // by backend, of their sum; those that are left out get none
+	Why     string         `json:"why,omitempty"` // why it is steered to nobody
 }
 
 // OnNewChoice says what was asked for new connections while draining, and what that came to.
