@@ -39,6 +39,9 @@ const (
 // errUnguarded is what a datapath without admission answers.
 var errUnguarded = errors.New("this datapath cannot close admission")
 
+// datapathKernel is the name of the datapath in the kernel.
+const datapathKernel = "bpf"
+
 // datapath is how Ebb counts a backend's connections and decides where new ones go: by BPF in the kernel, or with
 // no privilege at all by sock_diag. Its methods may be called from any goroutine.
 type datapath interface {
@@ -49,8 +52,8 @@ type datapath interface {
 	warnings() []string
 	// watch takes the listeners that the application opens from now on, and adopts those it has.
 	watch(ctx context.Context, p *process) error
-	// renew makes what is watched from now on another generation's.
-	renew(gen uint64) error
+	// renew makes what is watched from now on a generation's, and says whether its rule is enforced.
+	renew(gen uint64, enforce bool) error
 	// hints delivers until the datapath is closed. A hint may be dropped when nobody listens; levels never are.
 	hints() <-chan hint
 	// listeners lists those of the backend, with their counts. known is false when the counts cannot be trusted.

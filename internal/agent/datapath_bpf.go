@@ -174,12 +174,15 @@ func (k *kernelDatapath) watchRule() bpf.Watch {
 	return k.w
 }
 
-func (k *kernelDatapath) renew(gen uint64) error {
+func (k *kernelDatapath) renew(gen uint64, enforce bool) error {
 	k.mu.Lock()
-	k.w.Gen = gen
 	last := k.watched
+	if gen == k.w.Gen {
+		last = 0
+	}
+	k.w.Gen = gen
 	k.mu.Unlock()
-	err := k.setRule(func(r *bpf.BackendRule) { r.Gen = gen })
+	err := k.setRule(func(r *bpf.BackendRule) { r.Gen, r.Enforce = gen, enforce })
 	if last != 0 {
 		// Its number may be another process's soon.
 		err = errors.Join(err, k.host.UnwatchProcess(last))
@@ -383,7 +386,7 @@ func (r *ring) close() error {
 	return err
 }
 
-func (k *kernelDatapath) name() string       { return "bpf" }
+func (k *kernelDatapath) name() string       { return datapathKernel }
 func (k *kernelDatapath) guarded() bool      { return k.host.HasAdmission() }
 func (k *kernelDatapath) hints() <-chan hint { return k.hintc }
 

@@ -98,7 +98,7 @@ func (w *walkDatapath) steer(context.Context, []listener, map[netip.AddrPort][]u
 	return errUnguarded
 }
 
-func (w *walkDatapath) renew(uint64) error { return nil }
+func (w *walkDatapath) renew(uint64, bool) error { return nil }
 
 func (w *walkDatapath) target(int, *space) (uint64, error) { return 0, errUnguarded }
 func (w *walkDatapath) steering() (time.Duration, bool)    { return 0, false }

@@ -49,14 +49,16 @@ func (m *member) incarnate(ctx context.Context, a arrival) (*incarnation, error)
 	inc := &incarnation{gen: a.gen, set: a.set, from: cmp.Or(a.from, a.set), proc: a.proc}
 	ctx, inc.cancel = context.WithCancel(ctx)
 	inc.wg.Go(func() { a.proc.watch(ctx) })
-	if !a.adopted {
+	before := m.life().b
+	if !a.adopted && (before == nil || before.proc != a.proc) {
 		if err := a.journal.restart(run{Version: journalVersion, Type: "run", Name: m.name, Gen: a.gen, Backend: m.id, PID: a.proc.pid, Start: a.proc.start, BootID: bootID(), Argv: a.argv}); err != nil {
 			m.log.Warn("journal run: a restart could not adopt the process", "err", err)
 		}
 	}
 	inc.b = m.backend(a)
-	switch before := m.life().b; {
+	switch {
 	case before != nil:
+		inc.b.succeed(before)
 		before.late.handOver(inc.b.late)
 	case !a.adopted:
 		inc.b.late.keep.inherit(ctx)

@@ -49,6 +49,7 @@ type settings struct {
 // called from any goroutine.
 type member struct {
 	name, service string
+	unit          string // systemd unit that it is matched by; "": none
 	id            uint64 // of its backend in the kernel
 	started       time.Time
 	log           *slog.Logger
@@ -57,8 +58,10 @@ type member struct {
 	metrics       *metrics.Metrics
 	late          func(*settings, datapath) lateOptions
 	flipped       func(context.Context) error // is backend.flipped
-	current       atomic.Pointer[incarnation]
-	wg            sync.WaitGroup // every goroutine that uses the datapath
+	// addresses are those of the service in a network namespace; nil: nobody steers it.
+	addresses func(netns uint64) []api.ServiceAddress
+	current   atomic.Pointer[incarnation]
+	wg        sync.WaitGroup // every goroutine that uses the datapath
 
 	mu     sync.Mutex
 	drains []api.Drain
@@ -98,7 +101,11 @@ func (m *member) view(ctx context.Context, closer bool) api.Backend {
 		return m.absent(v, inc)
 	}
 	s := inc.machine.Status()
-	v.State, v.Ready, v.OnNew = s.State, inc.serves(ctx, m.name) == nil, onNewOf(set, s)
+	ready := inc.serves(ctx, m.name)
+	v.State, v.Ready, v.OnNew = s.State, ready == nil, onNewOf(set, s)
+	if ready != nil && s.State == drain.StateServing {
+		v.Warnings = append(v.Warnings, ready.Error())
+	}
 	v.Datapath, v.Guarded, v.PID = api.Datapath(inc.b.dp.name()), inc.b.dp.guarded(), inc.proc.pid
 	counts, at := s.Counts, s.CountsAt
 	if !inc.draining() || at.IsZero() {
@@ -113,6 +120,11 @@ func (m *member) view(ctx context.Context, closer bool) api.Backend {
 	v.Counts, v.CountsKnown, v.CountsAt = api.CountsOf(counts), counts.Known, &at
 	v.InFlight = api.InFlightOf(counts, set.eff.Policy.Idle)
 	inc.sockets(&v, closer)
+	if m.addresses != nil {
+		for _, sp := range inc.b.dp.spaces() {
+			v.Addresses = append(v.Addresses, m.addresses(sp.id)...)
+		}
+	}
 	v.Warnings = append(append(v.Warnings, inc.b.dp.warnings()...), inc.b.late.warnings()...)
 	v.Warnings = append(v.Warnings, inc.b.late.keep.warnings()...)
 	if s.ID != "" {
@@ -301,8 +313,31 @@ func (m *member) beginDrain(ctx context.Context, cause drain.Cause, q api.DrainR
 	s, err := mach.Begin(ctx, drain.Request{
 		Gen: q.Gen, Cause: cause, Policy: eff.Policy, Deadline: deadline, Join: q.Grace == nil, Reason: q.Reason, By: q.By,
 	})
+	if m.replaced(ctx, inc, err) {
+		return m.beginDrain(ctx, cause, q)
+	}
 	return m.answer(inc, s, err)
 }
+
+// replaced tells, of a machine that has ended, that there is another one, for which it waits: a reload puts one in the place
+// of the other.
+func (m *member) replaced(ctx context.Context, inc *incarnation, err error) bool {
+	if !errors.Is(err, drain.ErrClosed) {
+		return false
+	}
+	for end := time.Now().Add(replaceFor); m.life() == inc && time.Now().Before(end); {
+		if !wait(ctx, replaceEvery) {
+			return false
+		}
+	}
+	return m.life() != inc
+}
+
+// replaceFor bounds the wait for another incarnation. At the end of this process none comes.
+const (
+	replaceFor   = 2 * time.Second
+	replaceEvery = 5 * time.Millisecond
+)
 
 func (m *member) undrain(ctx context.Context, q api.UndrainRequest) (api.Drain, error) {
 	inc, mach, err := m.machine()

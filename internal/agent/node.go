@@ -34,6 +34,8 @@ import (
 const (
 	// EventAgent says that the agent has started, taken over, reloaded its configuration or gives up what it owns.
 	EventAgent = "agent"
+	// EventService says what has become of the addresses of a service: whom they are steered to, or why they are not.
+	EventService = "service"
 )
 
 // AgentOptions say how `ebb agent` works. The zero value of a field is the documented default.
@@ -356,6 +358,11 @@ func (n *node) look() {
 		put(s.finds, find{w, err})
 	}
 	n.watcher.Follow(found...)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, v := range n.services {
+		v.poke() // somebody may listen on its addresses now
+	}
 }
 
 // reload puts a changed configuration in force. What is wrong with it changes nothing.

@@ -14,12 +14,11 @@ import (
 	"github.com/ebbproxy/ebb/internal/config"
 )
 
-// orphans removes what an earlier agent of this host has left of backends and services that are configured no more: it did
-// not live to see them go.
+// orphans removes what an earlier agent of this host has left of backends that are configured no more: it did not live to see
+// them go. For services steerServices does.
 func (n *node) orphans(cfg *config.Config) error {
-	backends, services := map[string]bool{}, map[string]bool{}
+	backends := map[string]bool{}
 	for _, sv := range cfg.Services {
-		services[sv.Name] = true
 		for _, b := range sv.Backends {
 			backends[b.Name] = true
 		}
@@ -46,17 +45,12 @@ func (n *node) orphans(cfg *config.Config) error {
 		})
 		n.log.Info("removed what was left of a backend that is configured no more", "backend", name)
 	}
-	for _, name := range n.recorded("services", "") {
-		if !services[name] {
-			errs = append(errs, n.forget(serviceID(name)), os.Remove(filepath.Join(cfg.State.Dir, "services", name)))
-		}
-	}
 	return errors.Join(errs...)
 }
 
 // recorded are the names of which a file in the state directory tells.
 func (n *node) recorded(dir, ext string) (names []string) {
-	entries, err := os.ReadDir(filepath.Join(n.conf().State.Dir, dir))
+	entries, err := os.ReadDir(filepath.Join(n.o.Config.State.Dir, dir))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		n.log.Warn("look for what is left of an earlier agent", "err", err)
 	}
@@ -90,11 +84,12 @@ func (n *node) release(id uint64) error {
 
 // record says that a service has a rule in the kernel, for an agent that comes after us.
 func (n *node) record(service string) error {
-	path := filepath.Join(n.conf().State.Dir, "services", service)
+	path := filepath.Join(n.o.Config.State.Dir, "services", service)
 	if err := os.WriteFile(path, nil, 0o600); err != nil {
 		return fmt.Errorf("record service %s: %w", service, err)
 	}
 	return nil
 }
 
+// serviceID names the rule of a service of the agent of this host, until the next boot.
 func serviceID(name string) uint64 { return hashID("service", bootID(), name) }

@@ -73,7 +73,7 @@ func (r *runner) succeed(ctx context.Context, old *incarnation) error {
 	r.lastStart = time.Now()
 	gen := max(old.gen+1, uint64(r.lastStart.Unix()))
 	// Before the process is there, so that its first listener is of the new generation.
-	if err := old.b.dp.renew(gen); err != nil {
+	if err := old.b.dp.renew(gen, r.set.mode == drain.ModeEnforce); err != nil {
 		return err
 	}
 	proc, err := startProcess(r.o.Argv, r.environ(), r.stdin(), r.o.Stdout, r.o.Stderr)

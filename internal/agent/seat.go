@@ -48,6 +48,7 @@ type seat struct {
 	dp       datapath
 	netns    uint64    // inode number of the namespace that dp was made in
 	set      *settings // for the next incarnation
+	asks     *asking   // nil: nothing is probed
 	settle   <-chan time.Time
 	exited   bool   // the present process has, and its drain knows
 	over     bool   // the drain of the present incarnation is
@@ -79,6 +80,7 @@ func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 	}
 	s.late = s.lateOptions
 	s.flipped = func(ctx context.Context) error { return n.flipped(ctx, sv.Name) }
+	s.addresses = func(netns uint64) []api.ServiceAddress { return n.addresses(sv.Name, netns) }
 	s.set = settingsOf(sv, b)
 	s.configured = s.set
 	var err error
@@ -464,14 +466,16 @@ func (s *seat) enter(ctx context.Context, w discovery.Workload, a arrival) error
 			return err
 		}
 	}
+	fresh := s.dp == nil || ns != nil && id.Ino != s.netns || s.inKernel(a.set) != (s.dp.name() == datapathKernel)
 	switch {
-	case s.dp != nil && (ns == nil || id.Ino == s.netns) && !a.adopted:
-		if err := s.dp.renew(a.gen); err != nil {
+	case !fresh:
+		if err := s.dp.renew(a.gen, a.set.mode == drain.ModeEnforce); err != nil {
 			return err
 		}
 	default:
+		s.unprobe() // it asks from the namespace of the datapath
 		if s.dp != nil {
-			if err := s.dp.close(false); err != nil {
+			if err := s.dp.close(!s.inKernel(a.set)); err != nil {
 				s.log.Warn("let go of the datapath before", "err", err)
 			}
 		}
@@ -482,28 +486,19 @@ func (s *seat) enter(ctx context.Context, w discovery.Workload, a arrival) error
 	}
 	a.dp, a.journal, a.from = s.dp, s.j, a.set
 	set := *a.set
-	if set.probe != nil && ns != nil {
-		c, err := s.checker(&set)
-		if err != nil {
-			return err
-		}
-		a.aside = append(a.aside, c.Run, func(ctx context.Context) error {
-			for {
-				select {
-				case <-c.Changed():
-					s.n.changed(s.service)
-				case <-ctx.Done():
-					return nil
-				}
-			}
-		})
-	}
 	a.set = &set
+	if ns == nil {
+		s.unprobe()
+	} else if set.ready, err = s.probe(a.proc, set.probe); err != nil {
+		return err
+	}
 	if _, err := s.incarnate(s.n.ctx, a); err != nil { // a drain outlives this seat's configuration
 		return err
 	}
-	s.exited, s.over, s.unproven = false, false, true
-	s.settle = time.After(settleFor)
+	s.exited, s.over = false, false
+	if fresh {
+		s.unproven, s.settle = true, time.After(settleFor)
+	}
 	if err := s.life().b.refresh(ctx); err != nil && !errors.Is(err, probes.ErrGone) {
 		s.log.Warn("look for listeners", "err", err)
 	}
@@ -511,9 +506,12 @@ func (s *seat) enter(ctx context.Context, w discovery.Workload, a arrival) error
 	return nil
 }
 
+// inKernel tells whether the backend is counted in the kernel.
+func (s *seat) inKernel(set *settings) bool { return set.mode != drain.ModeOff && s.n.host != nil }
+
 // datapath counts in the kernel where that can be, else by walks.
 func (s *seat) datapath(ns *os.File, w discovery.Workload, a arrival) (datapath, error) {
-	if a.set.mode == drain.ModeOff || s.n.host == nil {
+	if !s.inKernel(a.set) {
 		var why []string
 		if a.set.mode != drain.ModeOff {
 			why = []string{"no kernel datapath, so admission cannot close and a zero is believed only after a pause: " + s.n.hostErr.Error() + "; see `ebb check`"}
@@ -544,22 +542,77 @@ func (s *seat) datapath(ns *os.File, w discovery.Workload, a arrival) (datapath,
 	})
 }
 
-// checker probes whether the application is ready, from inside its namespace.
-func (s *seat) checker(set *settings) (*health.Checker, error) {
-	// The descriptor of the datapath stays open as long as the incarnation.
-	c, err := health.New(health.Options{Probe: *set.probe, NetNS: s.dp.spaces()[0].fd, Log: s.log})
+// asking is a probe of one process that runs.
+type asking struct {
+	probe *health.Probe
+	proc  *process
+	*health.Checker
+	stop func()
+}
+
+// probe has the process asked whether it is ready, from inside its namespace, and returns what it last said. One that asks the
+// same already goes on: what it has found out stays. Without a probe it returns nil.
+func (s *seat) probe(p *process, probe *health.Probe) (ready func(context.Context) error, err error) {
+	if s.asks != nil && s.asks.proc == p && reflect.DeepEqual(s.asks.probe, probe) {
+		return s.asks.ready, nil
+	}
+	s.unprobe()
+	if probe == nil {
+		return nil, nil
+	}
+	// The descriptor of the datapath stays open until unprobe.
+	c, err := health.New(health.Options{Probe: *probe, NetNS: s.dp.spaces()[0].fd, Log: s.log})
 	if err != nil {
 		return nil, err
 	}
-	set.ready = func(context.Context) error {
-		st := c.State()
-		if st.Ready {
-			return nil
+	ctx, cancel := context.WithCancel(s.n.ctx)
+	var wg sync.WaitGroup
+	s.asks = &asking{probe: probe, proc: p, Checker: c, stop: func() { cancel(); wg.Wait() }}
+	wg.Go(func() {
+		if err := c.Run(ctx); err != nil && ctx.Err() == nil {
+			s.log.Error("probe the application", "err", err)
 		}
-		return cmp.Or(st.Err, errors.New("it was not probed yet"))
-	}
-	return c, nil
+	})
+	wg.Go(func() {
+		for {
+			select {
+			case <-c.Changed():
+				s.n.changed(s.service)
+			case <-ctx.Done():
+				return
+			}
+		}
+	})
+	return s.asks.ready, nil
 }
+
+// unprobe ends probe.
+func (s *seat) unprobe() {
+	if s.asks != nil {
+		s.asks.stop()
+		s.asks = nil
+	}
+}
+
+// ready is nil if the last answers were good.
+func (a *asking) ready(context.Context) error {
+	st := a.State()
+	switch {
+	case st.Ready:
+		return nil
+	case !st.Known && st.Err == nil:
+		return errUnprobed
+	case !st.Known:
+		return fmt.Errorf("%w: %w", errUnprobed, st.Err)
+	}
+	return cmp.Or(st.Err, errNotReadyYet)
+}
+
+// errUnprobed says that too few answers have come to tell whether a backend is ready.
+var errUnprobed = errors.New("its probe has not told yet")
+
+// errNotReadyYet says that answers are good again, but too few in a row.
+var errNotReadyYet = errors.New("its probe has too few good answers in a row yet")
 
 // adjust makes a changed configuration the present one, unless a drain runs: that keeps what it began with.
 func (s *seat) adjust(ctx context.Context) {
@@ -573,7 +626,7 @@ func (s *seat) adjust(ctx context.Context) {
 	}
 	inc.end()
 	w := inc.proc.workload
-	if err := s.enter(ctx, w, arrival{gen: inc.gen, set: s.set, proc: inc.proc, argv: commandOf(inc.proc.pid), adopted: true}); err != nil && ctx.Err() == nil {
+	if err := s.enter(ctx, w, arrival{gen: inc.gen, set: s.set, proc: inc.proc}); err != nil && ctx.Err() == nil {
 		s.degraded("the new configuration cannot be put in force: " + err.Error())
 	}
 }
@@ -619,6 +672,7 @@ func (s *seat) stop(remove bool) error {
 		inc.end()
 		errs = append(errs, inc.proc.close())
 	}
+	s.unprobe()
 	if s.dp != nil {
 		errs = append(errs, s.dp.close(remove))
 	}

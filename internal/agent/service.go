@@ -3,16 +3,22 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 
 	"github.com/ebbproxy/ebb/bpf"
 	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/api"
 	"github.com/ebbproxy/ebb/internal/config"
 	"github.com/ebbproxy/ebb/probes"
 )
@@ -35,38 +41,48 @@ type serviceSeat struct {
 	addrs []netip.AddrPort
 	at    map[bpf.Address][]uint64 // addresses under our rule, and what they are steered to
 	said  map[bpf.Address]string   // why one is not
+	names map[uint64]string        // backends by their listeners
+	out   map[string]string        // backends that get nothing new, and why
 	gone  bool
 }
 
 // steerServices makes the services that are steered those of the configuration.
 func (n *node) steerServices(cfg *config.Config) error {
+	if n.host == nil || !n.host.HasAdmission() {
+		return nil
+	}
 	want := map[string]config.Service{}
 	for _, sv := range cfg.Services {
-		if sv.Mode == drain.ModeEnforce && len(sv.Listen) > 0 && n.host != nil && n.host.HasAdmission() {
+		if sv.Mode == drain.ModeEnforce && len(sv.Listen) > 0 {
 			want[sv.Name] = sv
 		}
 	}
 	var errs []error
-	for name := range want {
-		errs = append(errs, n.record(name))
-	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	for name, v := range n.services {
-		if _, ok := want[name]; !ok {
-			errs = append(errs, v.end())
+	for _, name := range n.recorded("services", "") {
+		if _, ok := want[name]; ok {
+			continue
+		}
+		if v := n.services[name]; v != nil {
+			v.end()
 			delete(n.services, name)
 		}
+		errs = append(errs, n.forget(serviceID(name)), os.Remove(filepath.Join(n.o.Config.State.Dir, "services", name)))
 	}
 	for name, sv := range want {
 		v := n.services[name]
 		if v == nil {
 			v = &serviceSeat{
 				n: n, name: name, id: serviceID(name), log: n.log.With("service", name), kick: make(chan struct{}, 1),
-				at: map[bpf.Address][]uint64{}, said: map[bpf.Address]string{},
+				at: map[bpf.Address][]uint64{}, said: map[bpf.Address]string{}, names: map[uint64]string{},
 			}
-			if err := n.host.SetBackend(v.id, bpf.BackendRule{Action: bpf.ActionOpen, Enforce: true, Gen: 1}); err != nil {
-				errs = append(errs, err)
+			err := n.record(name)
+			if err == nil {
+				err = n.host.SetBackend(v.id, bpf.BackendRule{Action: bpf.ActionOpen, Enforce: true, Gen: 1})
+			}
+			if err != nil {
+				errs = append(errs, fmt.Errorf("steer service %s: %w", name, err))
 				continue
 			}
 			n.services[name] = v
@@ -88,6 +104,17 @@ func (n *node) changed(service string) {
 	if v != nil {
 		v.poke()
 	}
+}
+
+// addresses are those of a service that is steered, in a network namespace.
+func (n *node) addresses(service string, netns uint64) []api.ServiceAddress {
+	n.mu.Lock()
+	v := n.services[service]
+	n.mu.Unlock()
+	if v == nil {
+		return nil
+	}
+	return v.view(netns)
 }
 
 // flipped has the service leave a backend out whose admission is closed, before whoever asked for that is answered.
@@ -121,22 +148,22 @@ func (v *serviceSeat) follow(ctx context.Context) {
 	}
 }
 
-// end removes the rules. What is not steered any more goes by the ordinary look-up.
-func (v *serviceSeat) end() error {
+// end has nothing written any more.
+func (v *serviceSeat) end() {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.gone = true
-	return v.n.host.RemoveBackend(v.id)
 }
 
 // candidate is a listener that connections to the service can be steered to.
 type candidate struct {
 	probes.Listener
-	netns  uint64
-	space  *space
-	weight int
-	tier   int    // the lowest that there is is used
-	cookie uint64 // of a relay's listener, which is a target already; else 0
+	backend string
+	netns   uint64
+	space   *space
+	weight  int
+	tier    int    // the lowest that there is is used
+	cookie  uint64 // of a relay's listener, which is a target already; else 0
 }
 
 // The tiers of candidates.
@@ -144,35 +171,43 @@ const (
 	tierReady = iota
 	tierAdmits
 	tierRelay
+	tierUnknown // its probe has not told yet: what is steered to it already stays, as after a restart of the agent
+	tierNone    // it gets nothing new
 )
 
-// candidates are the listeners of the service's backends, by how good they are.
-func (v *serviceSeat) candidates(ctx context.Context) (out []candidate) {
+// candidates are the listeners of the service's backends, by how good they are. out says why backends get nothing new.
+func (v *serviceSeat) candidates(ctx context.Context) (all []candidate, out map[string]string) {
+	out = map[string]string{}
 	for _, s := range v.n.seatsOf(v.name) {
 		inc := s.life()
-		if inc.b == nil {
+		if inc.b == nil || inc.b.dp.name() != datapathKernel {
+			out[s.name] = inc.idle()
 			continue
 		}
 		tier := tierReady
-		if inc.serves(ctx, s.name) != nil {
-			tier = tierAdmits
-			if inc.b.dp.refusing() || inc.b.late.redirecting() {
+		if err := inc.serves(ctx, s.name); err != nil {
+			out[s.name] = err.Error()
+			switch {
+			case inc.b.dp.refusing() || inc.b.late.redirecting():
 				tier = tierRelay
-			}
-			if !inc.draining() {
-				continue // it has ended, or fails its probe
+			case inc.draining():
+				tier = tierAdmits
+			case errors.Is(err, errUnprobed):
+				tier = tierUnknown
+			default:
+				tier = tierNone
 			}
 		}
 		for _, sp := range inc.b.dp.spaces() {
-			c := candidate{netns: sp.id, space: sp, weight: inc.set.weight, tier: tier}
+			c := candidate{backend: s.name, netns: sp.id, space: sp, weight: inc.set.weight, tier: tier}
 			if tier == tierRelay {
 				inc.b.late.mu.Lock()
 				c.cookie = inc.b.late.listener
 				inc.b.late.mu.Unlock()
 				if c.cookie != 0 {
-					out = append(out, c)
+					all = append(all, c)
 				}
-				continue
+				c.cookie, c.tier = 0, tierNone // for its own listeners
 			}
 			covered := inc.b.coveredMap()
 			ls, err := probes.Listeners(sp.diag, inc.proc.descendants())
@@ -183,25 +218,35 @@ func (v *serviceSeat) candidates(ctx context.Context) (out []candidate) {
 			for _, l := range ls {
 				if _, ok := covered[l.Cookie]; ok && l.Protocol != "mptcp" {
 					c.Listener = l
-					out = append(out, c)
+					all = append(all, c)
 				}
 			}
 		}
 	}
-	return out
+	return all, out
+}
+
+// idle says why nothing is steered to an incarnation.
+func (i *incarnation) idle() string {
+	if i.b == nil {
+		return "no process: " + i.absent
+	}
+	return "its mode is off"
 }
 
 // update writes where each address is steered to, one write for each that has changed.
 func (v *serviceSeat) update(ctx context.Context) error {
-	all := v.candidates(ctx)
+	all, out := v.candidates(ctx)
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.gone {
 		return nil
 	}
+	v.out = out
 	spaces := map[uint64]*space{}
 	for _, c := range all {
 		spaces[c.netns] = c.space
+		v.names[cmp.Or(c.cookie, c.Cookie)] = c.backend
 	}
 	want := map[bpf.Address]bool{}
 	var errs []error
@@ -214,17 +259,18 @@ func (v *serviceSeat) update(ctx context.Context) error {
 			}
 		}
 	}
-	for at, targets := range v.at {
+	for at := range v.at {
 		switch {
 		case want[at]:
-		case slices.Contains(v.addrs, at.AddrPort):
-			if len(targets) > 0 { // its last backend has gone
-				errs = append(errs, v.n.host.SetTargets(at, nil))
-				v.at[at] = nil
-			}
+		case slices.Contains(v.addrs, at.AddrPort): // its last backend has gone
+			errs = append(errs, v.set(at, nil))
 		default:
-			errs = append(errs, v.n.host.Dismiss(at, v.id))
-			delete(v.at, at)
+			errs = append(errs, v.release(at))
+		}
+	}
+	for at := range v.said {
+		if !want[at] {
+			delete(v.said, at)
 		}
 	}
 	return errors.Join(errs...)
@@ -232,29 +278,40 @@ func (v *serviceSeat) update(ctx context.Context) error {
 
 // steer writes the targets of one address. The caller holds mu.
 func (v *serviceSeat) steer(ctx context.Context, at bpf.Address, sp *space, all []candidate) error {
-	if _, ok := v.at[at]; !ok {
-		why, err := v.claim(ctx, at, sp)
-		if err != nil {
+	why, err := v.claim(ctx, at, sp)
+	if err != nil {
+		return err
+	}
+	if why != v.said[at] {
+		if v.said[at] = why; why != "" {
+			v.say(at, "is not steered: "+why)
+		}
+	}
+	if why != "" {
+		return v.release(at)
+	}
+	old, ok := v.at[at]
+	if !ok {
+		// An owner before may have left some.
+		if old, err = v.n.host.Targets(at); err != nil {
 			return err
 		}
-		if why != v.said[at] {
-			v.said[at] = why
-			if why != "" {
-				v.log.Warn("the service's address is not steered", "address", at.AddrPort.String(), "why", why)
-			}
-		}
-		if why != "" {
-			return nil
-		}
-		v.at[at] = nil
+		v.at[at] = old
 	}
-	best := tierRelay
+	best := tierNone
 	var here []candidate
 	for _, c := range all {
-		if c.netns == at.NetNS && (c.cookie != 0 || suits(c.Listener, at.AddrPort, all)) {
-			here = append(here, c)
-			best = min(best, c.tier)
+		if c.netns != at.NetNS || c.tier == tierNone || c.cookie == 0 && !suits(c.Listener, at.AddrPort, all) {
+			continue
 		}
+		if c.tier == tierUnknown {
+			if !slices.Contains(old, c.Cookie) {
+				continue
+			}
+			c.tier = tierReady
+		}
+		here = append(here, c)
+		best = min(best, c.tier)
 	}
 	var cookies []uint64
 	var weights []int
@@ -265,10 +322,9 @@ func (v *serviceSeat) steer(ctx context.Context, at bpf.Address, sp *space, all 
 		cookie := c.cookie
 		if cookie == 0 {
 			cookie = c.Cookie
-			if err := v.target(c); err != nil {
-				if errors.Is(err, probes.ErrGone) {
-					continue
-				}
+			if err := v.target(c); errors.Is(err, probes.ErrGone) {
+				continue
+			} else if err != nil {
 				return err
 			}
 		}
@@ -276,15 +332,82 @@ func (v *serviceSeat) steer(ctx context.Context, at bpf.Address, sp *space, all 
 			cookies, weights = append(cookies, cookie), append(weights, c.weight)
 		}
 	}
-	placed := bpf.Place(v.at[at], cookies, weights)
-	if slices.Equal(placed, v.at[at]) {
+	return v.set(at, bpf.Place(old, cookies, weights))
+}
+
+// set steers an address. The caller holds mu.
+func (v *serviceSeat) set(at bpf.Address, targets []uint64) error {
+	old := v.at[at]
+	if slices.Equal(targets, old) {
 		return nil
 	}
-	if err := v.n.host.SetTargets(at, placed); err != nil {
+	if err := v.n.host.SetTargets(at, targets); err != nil {
 		return err
 	}
-	v.at[at] = placed
+	v.at[at] = targets
+	was, is := v.whom(old), v.whom(targets)
+	switch {
+	case len(is) == 0:
+		v.say(at, "is steered to nobody: no backend is ready")
+	case !maps.Equal(was, is):
+		v.say(at, "is steered to "+shares(is))
+	}
 	return nil
+}
+
+// release leaves an address to the ordinary look-up. The caller holds mu.
+func (v *serviceSeat) release(at bpf.Address) error {
+	if _, ok := v.at[at]; !ok {
+		return nil
+	}
+	delete(v.at, at)
+	return v.n.host.Dismiss(at, v.id)
+}
+
+// say tells what has become of an address.
+func (v *serviceSeat) say(at bpf.Address, what string) {
+	v.log.Info("service address", "address", at.AddrPort.String(), "now", what)
+	v.n.emit(drain.Event{Type: EventService, Service: v.name, Message: at.AddrPort.String() + " " + what})
+}
+
+// whom counts the slots of each backend. The caller holds mu.
+func (v *serviceSeat) whom(targets []uint64) map[string]int {
+	n := map[string]int{}
+	for _, c := range targets {
+		n[cmp.Or(v.names[c], "a listener of before")]++
+	}
+	return n
+}
+
+// shares says who gets how many of the connections.
+func shares(n map[string]int) string {
+	sum := 0
+	for _, k := range n {
+		sum += k
+	}
+	var parts []string
+	for _, name := range slices.Sorted(maps.Keys(n)) {
+		if n[name] == sum {
+			return name
+		}
+		parts = append(parts, fmt.Sprintf("%s (%d of %d)", name, n[name], sum))
+	}
+	return strings.Join(parts, ", ")
+}
+
+// view tells where the addresses are steered in a namespace.
+func (v *serviceSeat) view(netns uint64) (as []api.ServiceAddress) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, addr := range v.addrs {
+		at := bpf.Address{NetNS: netns, AddrPort: addr}
+		a := api.ServiceAddress{Address: addr.String(), Shares: v.whom(v.at[at]), Why: v.said[at]}
+		if len(a.Shares) == 0 && a.Why == "" {
+			a.Why = "no backend is ready"
+		}
+		as = append(as, a)
+	}
+	return as
 }
 
 // target makes a backend's listener one that can be steered to.
@@ -314,7 +437,7 @@ func suits(l probes.Listener, at netip.AddrPort, all []candidate) bool {
 	return true
 }
 
-// claim puts an address under our rule, unless somebody listens there. The caller holds mu.
+// claim puts an address under our rule, unless somebody listens there: whoever that is keeps what it gets. The caller holds mu.
 func (v *serviceSeat) claim(ctx context.Context, at bpf.Address, sp *space) (why string, err error) {
 	socks, err := sp.diag.Dump(ctx, probes.Filter{States: states(tcpListen), LocalPorts: []uint16{at.AddrPort.Port()}})
 	if err != nil {
@@ -326,7 +449,7 @@ func (v *serviceSeat) claim(ctx context.Context, at bpf.Address, sp *space) (why
 		l := s.Local.Addr().Unmap()
 		switch {
 		case l == a, l.IsUnspecified() && (l.Is4() == a.Is4() || !s.V6Only && !l.Is4()):
-			return "somebody listens on " + s.Local.String(), nil
+			return cmp.Or(v.names[s.Cookie], "somebody else") + " listens on " + s.Local.String(), nil
 		case a.IsUnspecified():
 			others = append(others, s.Local)
 		}

@@ -62,6 +62,17 @@ type backend struct {
 	held     map[uint64]*probes.Held
 }
 
+// succeed takes over what is known of the same process by another configuration's backend, which is in use no more.
+func (b *backend) succeed(before *backend) {
+	if before.proc != b.proc || before.dp != b.dp {
+		return
+	}
+	before.mu.Lock()
+	defer before.mu.Unlock()
+	b.covered, b.aside, b.why, b.all = before.covered, before.aside, before.why, before.all
+	b.goneSum, b.mustSee, b.accepted, b.cookies = before.goneSum, before.mustSee, before.accepted, before.cookies
+}
+
 // refresh reads the listeners, decides which are covered and prepares those for the flip.
 func (b *backend) refresh(ctx context.Context) error {
 	b.mu.Lock()
