@@ -53,7 +53,6 @@ type member struct {
 	id            uint64 // of its backend in the kernel
 	started       time.Time
 	log           *slog.Logger
-	unit          string // by which it is matched, if it is
 	events        *api.Log
 	metrics       *metrics.Metrics
 	late          func(*settings, datapath) lateOptions

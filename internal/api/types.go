@@ -73,9 +73,9 @@ type Backend struct {
 
 // ServiceAddress is an address of a service, and who gets the new connections to it.
 type ServiceAddress struct {
-	Address string         `json:"address"`       // ADDR:PORT
-	Shares  map[string]int `json:"shares"`        // by backend, of their sum; those that are left out get none
-	Why     string         `json:"why,omitempty"` // why it is steered to nobody
+	Address string         `json:"address"`          // ADDR:PORT
+	Shares  map[string]int `json:"shares,omitempty"` // by backend, of their sum; one that is left out gets none
+	Why     string         `json:"why,omitempty"`    // why it is steered to nobody
 }
 
 // OnNewChoice says what was asked for new connections while draining, and what that came to.
