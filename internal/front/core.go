@@ -180,7 +180,7 @@ func serveOnce(ctx context.Context, o Options, secrets *secrets) (ready bool, er
 	case <-timer.C:
 	}
 	select {
-	case <-p.done:
+	case <-failed: // it has closed its end
 	case <-timer.C:
 		return true, errors.New("the front does not stop, and is killed")
 	}

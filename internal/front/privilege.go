@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 	"unsafe"
 
@@ -29,8 +30,13 @@ func command(args ...string) *exec.Cmd {
 	// Not a path, behind which a newer version may be already, and which another user may not reach.
 	cmd := exec.Command("/proc/self/exe", append([]string{Arg}, args...)...)
 	cmd.Args[0] = "ebb"
-	// It holds a few lists; what it needs beyond that is not worth a page.
-	cmd.Env = []string{"PATH=/usr/bin:/bin", "GOGC=50"}
+	// Of the environment, which may hold secrets, it gets what is for the runtime: GOTRACEBACK, GODEBUG and their like.
+	cmd.Env = []string{"GOGC=50"} // it holds a few lists, and little changes
+	for _, v := range os.Environ() {
+		if strings.HasPrefix(v, "GO") {
+			cmd.Env = append(cmd.Env, v)
+		}
+	}
 	uid, gid := account()
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Credential: &syscall.Credential{Uid: uid, Gid: gid}}
 	return cmd
