@@ -674,7 +674,7 @@ func (m *Machine) stepFlush(now time.Time) bool {
 	}
 	if d.flushResult == "" && !now.Before(d.flushEnd) {
 		d.flushResult = FlushTimeout
-		m.warn(fmt.Sprintf("the application has not ended within flush_timeout; it is killed at %s", d.killAt().Format(time.TimeOnly)), nil)
+		m.warn(fmt.Sprintf("the application has not ended within flush_timeout; it has until %s", d.killAt().Format(time.TimeOnly)), nil)
 	}
 	if d.flushResult == FlushFailed && !d.appEnded && d.fresh && d.none() {
 		// It has not heard, nobody is connected, and nothing that is to come changes that.
@@ -784,7 +784,7 @@ func (m *Machine) kill(now time.Time) {
 	if least := now.Add(5 * minBudget); d.killBy.Before(least) {
 		d.killBy = least
 	}
-	m.warn("the application has not ended and is killed", nil)
+	m.warn("the application has not ended in time", nil)
 	m.call(callKill, d.killBy, func(ctx context.Context, r *result) { r.err = m.opt.World.Kill(ctx) })
 }
 

@@ -192,6 +192,14 @@ func (e *environment) drainGroup(ctx context.Context, c drainCall, g []*target, 
 	wg.Wait()
 	if c.one() && c.format == "table" && g[0].err == nil {
 		d := g[0].drain
+		if d.ID == "" {
+			g[0].err = fmt.Errorf("drain %s: there is nothing to drain: it is %s", d.Backend, d.State)
+			return
+		}
+		if !d.Running() {
+			fmt.Fprintf(e.stdout, "%s: there is nothing to drain: %s (drain %s)\n", line(d.Backend), line(ending(d)), d.ID)
+			return
+		}
 		fmt.Fprintf(e.stdout, "%s: %s (drain %s), deadline %s, in %s\n", line(d.Backend), d.State, d.ID,
 			clockTime(d.Deadline), brief(time.Until(d.Deadline)))
 		if !c.wait {

@@ -72,7 +72,7 @@ func (e *environment) events(ctx context.Context, c eventsCall) error {
 		if len(bad) > 0 {
 			return &exitError{code: exitFailed}
 		}
-		return fmt.Errorf("no ebb runs here (no socket in %s); start one with: ebb run -- CMD", strings.Join(api.RunDirs(e.getenv, e.uid), " or "))
+		return fmt.Errorf("no ebb runs here (no socket in %s); start one with: ebb run -- CMD, the node agent with: systemctl start ebb-agent", strings.Join(api.RunDirs(e.getenv, e.uid), " or "))
 	}
 	if c.resume && len(clients) > 1 {
 		var paths []string

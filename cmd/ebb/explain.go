@@ -117,7 +117,7 @@ func (x explanation) write(w *strings.Builder, colour bool, why string, now time
 	} else {
 		item("new", "while it drains: %s%s", b.OnNew.Chosen, whyChosen(b.OnNew))
 	}
-	if !b.Guarded {
+	if !b.Guarded && b.PID != 0 {
 		item("unguarded", "admission cannot close here: zero is believed after a pause of arrivals only")
 	}
 

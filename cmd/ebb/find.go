@@ -166,7 +166,7 @@ func (e *environment) notFound(name string, names []string, bad []silent) error 
 			b.WriteString(didYouMean([]string{near}))
 		}
 	case len(bad) == 0:
-		fmt.Fprintf(&b, ": no ebb runs here (no socket in %s); start one with: ebb run --name %s -- CMD",
+		fmt.Fprintf(&b, ": no ebb runs here (no socket in %s); start one with: ebb run --name %s -- CMD, the node agent with: systemctl start ebb-agent",
 			strings.Join(api.RunDirs(e.getenv, e.uid), " or "), name)
 	}
 	for _, s := range bad {

@@ -20,7 +20,10 @@ func newOpenCmd(env *environment) *cobra.Command {
 		Short: "The kill switch: open every admission of this host",
 		Long: `Open every admission of this host at once, whoever drains. It writes one pinned word that every
 program reads, and needs neither a running ebb nor a journal. Drains that run go on with unknown counts,
-since new connections may come; --resume lifts it.`,
+since new connections may come; --resume lifts it.
+
+A service address of the node agent at which nobody listens is steered and nothing else: while the switch
+is on, new connections to it are refused. Send clients to the backends' own addresses first.`,
 		Args: exactly(0, ""),
 		RunE: func(_ *cobra.Command, _ []string) error {
 			if all == resume {

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -160,7 +161,8 @@ func reportDetails(w *strings.Builder, d api.Drain, colour bool) {
 	}
 	item("reason", d.Reason)
 	item("phases", phaseLine(d))
-	item("budget", fmt.Sprintf("wait %s, flush %s, reserve %s", d.Slices.Wait, d.Slices.Flush, d.Slices.Reserve))
+	item("budget", fmt.Sprintf("wait %s, flush %s, reserve %s", brief(time.Duration(d.Slices.Wait)), brief(time.Duration(d.Slices.Flush)),
+		brief(time.Duration(d.Slices.Reserve))))
 	if d.FlushReason != "" {
 		item("flush", fmt.Sprintf("%s, result %s", d.FlushReason, orUnknown(string(d.FlushResult))))
 	}

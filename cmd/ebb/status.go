@@ -119,7 +119,7 @@ func (e *environment) status(ctx context.Context, at where, name, format string)
 	default:
 		err = e.statusTable(list, format == "wide")
 		if len(list) == 0 && len(bad) == 0 {
-			fmt.Fprintf(e.stderr, "ebb: no ebb runs here (no socket in %s); start one with: ebb run -- CMD\n",
+			fmt.Fprintf(e.stderr, "ebb: no ebb runs here (no socket in %s); start one with: ebb run -- CMD, the node agent with: systemctl start ebb-agent\n",
 				strings.Join(api.RunDirs(e.getenv, e.uid), " or "))
 		}
 	}

@@ -873,7 +873,7 @@ func (l *late) warnings() []string {
 	if l.o.health != nil || (how != drain.OnNewSteer && how != drain.OnNewRelay) {
 		return nil
 	}
-	return []string{"health checks on the service's port are answered by another backend, so a balancer that relies on them does not see this drain: name them by --health-from or --health-path"}
+	return []string{"health checks on the service's port are answered by another backend, so a balancer that relies on them does not see this drain: name them, by --health-from or --health-path, or under health: in the configuration of the agent"}
 }
 
 // leaveFor bounds the wait of leave for the accept queues that are being emptied: what is taken in by nobody is reset.
