@@ -21,7 +21,7 @@ FUZZTIME ?= 30s
 KERNELS ?= 5.10 6.1
 scripts = .ci/run $(wildcard tools/*.sh) $(shell git ls-files '*.sh' 2>/dev/null)
 
-.PHONY: help build demo test bench bench-relay full kernels deb generate check-generate lint fuzz ci
+.PHONY: help build demo test bench bench-relay full kernels systemd-test deb generate check-generate lint fuzz ci
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,10 @@ bench-relay: ## measure the relay beside HAProxy and nginx (root; BENCHFLAGS='-w
 kernels: ## run the tests of bpf on other kernels under qemu
 	@$(setup) kernels
 	tools/kernels.sh $(KERNELS)
+
+systemd-test: ## install the Debian package and stop nginx under load in a real systemd, under qemu (root once, to make its system)
+	@$(setup) systemd
+	tools/systemd-test.sh
 
 deb: ## make the Debian package bin/ebb_VERSION_ARCH.deb; needs Go and git
 	deploy/deb/build.sh bin

@@ -17,6 +17,7 @@ declare -A groups=(
 	[generate]="clang-19 libbpf-dev llvm-19"
 	[relays]="haproxy libnginx-mod-stream nginx"
 	[kernels]="cpio dpkg gzip kmod qemu-system-x86 xz-utils zstd"
+	[systemd]="cpio dpkg kmod mmdebstrap qemu-system-x86"
 )
 # Installing these starts a service, which would take a port of the machine; only the program is wanted.
 services="haproxy nginx prometheus"
