@@ -7,6 +7,9 @@ import "errors"
 // ErrJournal means that a journal holds what this version cannot read or trust.
 var ErrJournal = errors.New("journal is damaged")
 
+// errNewer is the ErrJournal of a journal that a newer version has written.
+var errNewer = errors.New("its layout is newer")
+
 // ErrNameTaken means that another living owner has the name.
 var ErrNameTaken = errors.New("name is taken")
 

@@ -42,6 +42,7 @@ type journal struct {
 	path string
 	mu   sync.Mutex
 	f    *os.File
+	owed *run // could not be written in its time: it goes before whatever comes next
 }
 
 // history is what a journal says of the past.
@@ -139,7 +140,7 @@ func (h *history) apply(body []byte) error {
 		return fmt.Errorf("decode: %w", err)
 	}
 	if head.Version > journalVersion {
-		return fmt.Errorf("%w: it has layout %d, this ebb reads up to %d; start the newer version", ErrJournal, head.Version, journalVersion)
+		return fmt.Errorf("%w: %w: it has %d, this ebb reads up to %d; start the newer version", ErrJournal, errNewer, head.Version, journalVersion)
 	}
 	if head.Type == "run" {
 		var r run
@@ -183,6 +184,11 @@ func (j *journal) append(record any) error {
 	line := fmt.Appendf(nil, "%08x %s\n", crc32.ChecksumIEEE(body), body)
 	j.mu.Lock()
 	defer j.mu.Unlock()
+	if j.owed != nil {
+		if err := j.begin(*j.owed); err != nil {
+			return err
+		}
+	}
 	at, err := j.f.Seek(0, io.SeekCurrent)
 	if err != nil {
 		return fmt.Errorf("journal: %w", err)
@@ -199,8 +205,17 @@ func (j *journal) append(record any) error {
 }
 
 // restart replaces the journal by one that begins with this run: nothing of the runs before is asked for any more but
-// their highest generation, which the new one exceeds. After a crash either file is there, whole.
+// their highest generation, which the new one exceeds. After a crash either file is there, whole. What cannot be written is
+// tried again before the next record: without the run that record would be of the one before.
 func (j *journal) restart(r run) error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.begin(r)
+}
+
+// begin is restart; the caller holds mu.
+func (j *journal) begin(r run) error {
+	j.owed = &r
 	path := j.path + ".new"
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
@@ -213,10 +228,8 @@ func (j *journal) restart(r run) error {
 	if err := os.Rename(path, j.path); err != nil {
 		return errors.Join(fmt.Errorf("begin journal: %w", err), f.Close(), os.Remove(path))
 	}
-	j.mu.Lock()
 	old := j.f
-	j.f = f
-	j.mu.Unlock()
+	j.f, j.owed = f, nil
 	return errors.Join(syncDir(filepath.Dir(j.path)), old.Close())
 }
 

@@ -69,6 +69,18 @@ func (n *node) forget(id uint64) error {
 	return n.host.RemoveBackend(id)
 }
 
+// genOf is the generation that the kernel knows a backend by; 0 if it knows none.
+func (n *node) genOf(id uint64) uint64 {
+	if n.host == nil {
+		return 0
+	}
+	r, _, err := n.host.Backend(id)
+	if err != nil {
+		n.log.Warn("read a backend's generation", "err", err)
+	}
+	return r.Gen
+}
+
 // release opens the admission of a backend of which no process is left.
 func (n *node) release(id uint64) error {
 	if n.host == nil {

@@ -83,15 +83,29 @@ func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 	s.addresses = func(netns uint64) []api.ServiceAddress { return n.addresses(sv.Name, netns) }
 	s.set = settingsOf(sv, b)
 	s.configured = s.set
+	path := filepath.Join(n.conf().State.Dir, "backends", b.Name+".journal")
 	var err error
-	if s.j, s.past, err = openJournal(filepath.Join(n.conf().State.Dir, "backends", b.Name+".journal")); err != nil {
-		return nil, err
+	s.j, s.past, err = openJournal(path)
+	var damaged error
+	if errors.Is(err, ErrJournal) && !errors.Is(err, errNewer) {
+		// One backend's journal must not keep the agent from all the others.
+		damaged = err
+		if err = os.Rename(path, path+".damaged"); err == nil {
+			s.j, s.past, err = openJournal(path)
+			s.past.lastGen = n.genOf(s.id)
+		}
+	}
+	if err != nil {
+		return nil, errors.Join(damaged, err)
 	}
 	if s.past.torn {
 		s.log.Warn("journal ended in a torn record, which was cut off")
 	}
 	s.current.Store(&incarnation{gen: s.past.lastGen, set: s.set, absent: "it was not looked for yet", unknown: true})
 	n.metrics.Register(sv.Name, b.Name)
+	if damaged != nil {
+		s.degraded(fmt.Sprintf("its journal was moved to %s.damaged: a drain that ran has no outcome, and its admission opens: %v", path, damaged))
+	}
 	return s, nil
 }
 
