@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -14,14 +15,17 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ebbproxy/ebb/bpf"
+	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/lease"
 	"github.com/ebbproxy/ebb/internal/relay"
 	"github.com/ebbproxy/ebb/probes"
 )
 
 // HostOptions names what Ebb keeps on a host.
 type HostOptions struct {
-	BPFFS  string // bpffs directory; "" for the default
-	RunDir string // sockets, journals and locks
+	BPFFS    string // bpffs directory; "" for the default
+	RunDir   string // sockets, journals and locks
+	StateDir string // of the agent; "" if none is known
 }
 
 // OpenAll is the kill switch: with open every admission of the host is open, whoever drains. It needs neither an
@@ -30,8 +34,8 @@ func OpenAll(o HostOptions, open bool) (had bool, err error) {
 	return bpf.SetControl(bpf.Options{Dir: o.BPFFS}, !open)
 }
 
-// Cleanup removes all that Ebb ever pinned, and the sockets, journals and locks of runs that have ended. It lists
-// what it removed and the runs that live: these go on without admission and with unknown counts.
+// Cleanup removes all that Ebb ever pinned, and the sockets, journals and locks of runs and of an agent that have ended. It
+// lists what it removed, and the runs and the agent that live: these go on without admission and with unknown counts.
 func Cleanup(o HostOptions) (removed, alive []string, err error) {
 	removed, err = bpf.Cleanup(bpf.Options{Dir: o.BPFFS})
 	dir := filepath.Join(o.RunDir, "run")
@@ -60,9 +64,17 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 			defer lock.Close()
 		}
 	}
+	gone, owner, aerr := cleanupAgent(o)
+	removed, err = append(removed, gone...), errors.Join(err, aerr)
+	if owner != "" {
+		alive = append(alive, owner)
+	}
 	for _, e := range entries {
 		name := e.Name()
 		if base, ok := strings.CutSuffix(name, ".relay"); ok && !live[base] {
+			if owner != "" && strings.HasPrefix(base, agentRelay("")) {
+				continue
+			}
 			if rerr := endRelay(o.RunDir, base); rerr != nil {
 				err = errors.Join(err, rerr)
 				continue
@@ -91,6 +103,54 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 		}
 	}
 	return removed, alive, err
+}
+
+// cleanupAgent removes the state and the sockets of an agent that has ended; owner names one that lives.
+func cleanupAgent(o HostOptions) (removed []string, owner string, err error) {
+	remove := func(path string) {
+		switch rerr := os.Remove(path); {
+		case rerr == nil:
+			removed = append(removed, path)
+		case !errors.Is(rerr, os.ErrNotExist):
+			err = errors.Join(err, rerr)
+		}
+	}
+	dirs := []string{"backends", "services", "lease"}
+	if at := filepath.Join(o.StateDir, "lease"); o.StateDir != "" {
+		held, lerr := lease.Acquire(context.Background(), filepath.Join(at, "owner"), lease.Options{})
+		switch {
+		case errors.Is(lerr, lease.ErrHeld):
+			return nil, "the agent (" + lerr.Error() + ")", nil
+		case lerr == nil:
+			// Kept until all is removed, so that an agent does not start with what is about to go.
+			defer func() { err = errors.Join(err, held.Release()) }()
+		case !errors.Is(lerr, os.ErrNotExist):
+			return nil, "", lerr
+		}
+		for _, d := range dirs {
+			entries, derr := os.ReadDir(filepath.Join(o.StateDir, d))
+			if derr != nil && !errors.Is(derr, os.ErrNotExist) {
+				err = errors.Join(err, derr)
+			}
+			for _, e := range entries {
+				remove(filepath.Join(o.StateDir, d, e.Name()))
+			}
+			remove(filepath.Join(o.StateDir, d))
+		}
+		if rerr := os.Remove(o.StateDir); rerr == nil { // what else is in it is somebody's
+			removed = append(removed, o.StateDir)
+		}
+	}
+	for _, name := range []string{api.AgentSocket, api.AppSocket} {
+		path := filepath.Join(o.RunDir, name)
+		if c, derr := net.Dial("unix", path); derr == nil {
+			c.Close() // an agent with another state directory
+			return removed, "an agent that answers on " + path, err
+		} else if errors.Is(derr, unix.ECONNREFUSED) {
+			remove(path)
+		}
+	}
+	return removed, "", err
 }
 
 // orphan is the command of a run whose ebb has died, if it lives.

@@ -72,6 +72,9 @@ type Settings struct {
 	DrainOnVersionUpgrade bool
 }
 
+// DefaultStateDir is State.Dir where nothing else is said.
+const DefaultStateDir = "/var/lib/ebb"
+
 // The defaults of Settings, beside those of drain.Policy.
 const (
 	DefaultHoldMax = 4096
@@ -142,7 +145,7 @@ func (r *reader) config(root *yaml.Node) (*Config, error) {
 		Mode:       drain.ModeObserve,
 		API:        API{Socket: "/run/ebb/ebb.sock", AppSocket: "/run/ebb/app.sock"},
 		Metrics:    Metrics{Listen: "127.0.0.1:9402"},
-		State:      State{Dir: "/var/lib/ebb", BPFFS: "/sys/fs/bpf/ebb"},
+		State:      State{Dir: DefaultStateDir, BPFFS: "/sys/fs/bpf/ebb"},
 		Defaults:   Settings{HoldMax: DefaultHoldMax, HoldFor: DefaultHoldFor, Retain: DefaultRetain},
 		Kubernetes: Kubernetes{LabelPrefix: "ebb.internal"},
 	}
