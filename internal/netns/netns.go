@@ -97,19 +97,32 @@ func New() (*os.File, error) {
 	return ns, err
 }
 
-// Do runs fn inside the namespace that fd is open on, and returns its error. It needs CAP_SYS_ADMIN.
+// Do runs fn inside the namespace that fd is open on, and returns its error. It needs CAP_SYS_ADMIN, unless the calling
+// thread is there already.
 //
 // Sockets and processes that fn itself makes belong to that namespace, whatever happens to them later;
 // goroutines that fn starts run outside of it. So dial literal addresses: a name may be resolved, and
 // its addresses tried, on other threads. Do may be called by several goroutines at once and nested.
 // Should fn end its goroutine (runtime.Goexit), the caller's ends too.
 func Do(fd int, fn func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if here(fd) {
+		return fn()
+	}
 	return visit(func() error {
 		if err := unix.Setns(fd, unix.CLONE_NEWNET); err != nil {
 			return fmt.Errorf("enter network namespace: %w", err)
 		}
 		return nil
 	}, fn)
+}
+
+// here tells whether the calling thread is in the namespace that fd is open on.
+func here(fd int) bool {
+	var own, other unix.Stat_t
+	err := errors.Join(unix.Stat("/proc/thread-self/ns/net", &own), unix.Fstat(fd, &other))
+	return err == nil && own.Dev == other.Dev && own.Ino == other.Ino
 }
 
 // visit locks the thread, calls enter and, if that succeeds, fn, and brings the thread back.

@@ -203,3 +203,44 @@ func TestOfPID(t *testing.T) {
 		t.Errorf("got error %v, want %v", err, os.ErrNotExist)
 	}
 }
+
+// Who is there already needs no privilege.
+func TestDoAtHomeNeedsNoPrivilege(t *testing.T) {
+	other := newNS(t)
+	own, err := netns.Current()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer own.Close()
+	var there, elsewhere error
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		runtime.LockOSThread() // and it ends with the goroutine
+		if unix.Gettid() == unix.Getpid() {
+			// The main thread has others do it. While this one is held, another one is found.
+			var inner sync.WaitGroup
+			inner.Go(func() { runtime.LockOSThread(); there, elsewhere = unprivileged(t, own, other) })
+			inner.Wait()
+			runtime.UnlockOSThread()
+			return
+		}
+		there, elsewhere = unprivileged(t, own, other)
+	})
+	wg.Wait()
+	if there != nil {
+		t.Errorf("in our own namespace: %v", there)
+	}
+	if !errors.Is(elsewhere, unix.EPERM) {
+		t.Errorf("in another one: got %v, want EPERM", elsewhere)
+	}
+}
+
+// unprivileged tries both namespaces on a thread that loses its capabilities for that.
+func unprivileged(t *testing.T, own, other *os.File) (there, elsewhere error) {
+	var none [2]unix.CapUserData
+	if err := unix.Capset(&unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}, &none[0]); err != nil {
+		t.Error(err)
+	}
+	nothing := func() error { return nil }
+	return netns.Do(int(own.Fd()), nothing), netns.Do(int(other.Fd()), nothing)
+}
