@@ -32,11 +32,13 @@ const (
 	// DefaultDir is where an installation is unless Options say otherwise.
 	DefaultDir = "/sys/fs/bpf/ebb"
 
-	// layoutName has another number when a map has another shape. Keys stay as they are, and a value only
-	// grows at its end, with zeros for what was before: so TakeOver can carry it to and from any layout.
-	layoutName = "v1"
-	bpffsRoot  = "/sys/fs/bpf"
+	bpffsRoot = "/sys/fs/bpf"
 )
+
+// layoutName has another number when a map has another shape. Keys stay as they are, and a value only grows at its end,
+// with zeros for what was before: so TakeOver can carry it to and from any layout. It never changes while a program runs;
+// a test links one with another name (-X).
+var layoutName = "v1"
 
 // layout is what an installation looks like. Tests make another one of it.
 type layout struct {

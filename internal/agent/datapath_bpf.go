@@ -35,6 +35,8 @@ type kernelDatapath struct {
 	hintc  chan hint
 	events *bpf.EventReader // nil with a ring
 	ring   *ring
+	ctx    context.Context // until close
+	cancel context.CancelFunc
 	wg     sync.WaitGroup
 
 	mu   sync.Mutex
@@ -48,6 +50,8 @@ type kernelDatapath struct {
 	targets map[netip.AddrPort][]uint64
 	// unseen says why connections may be open that are in no count yet; "" if none can be.
 	unseen string
+	// elsewhere is why the counts are another installation's still; nil if they are not.
+	elsewhere error
 
 	missedBase uint64 // listeners that were missed before we came
 }
@@ -66,6 +70,8 @@ type kernelOptions struct {
 	Exclude []uint16
 	Bypass  [2]uint16 // source ports that the rule lets pass from this host; zero: none
 	Adopt   bool      // the backend is in the kernel already: keep its counts and rule
+	// PIDs lists the processes of a backend that the installation of another version may have; nil: it has not.
+	PIDs func() []int
 	// Dead tells whether a backend's owner and its CMD are known to have died: what they left is removed.
 	Dead func(id uint64) bool
 	Log  *slog.Logger
@@ -86,11 +92,25 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 		w:     bpf.Watch{Backend: o.ID, Gen: o.Gen, Only: o.Only, Exclude: o.Exclude},
 		hintc: make(chan hint, 16), taken: map[netip.AddrPort]error{},
 	}
+	k.ctx, k.cancel = context.WithCancel(context.Background())
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, k.close(!o.Adopt))
 		}
 	}()
+	ns := o.NetNS
+	if ns == nil {
+		if ns, err = os.Open("/proc/thread-self/ns/net"); err != nil {
+			return nil, fmt.Errorf("open network namespace: %w", err)
+		}
+		defer ns.Close()
+	}
+	if err := k.addSpace(int(ns.Fd()), o.NetNS == nil); err != nil {
+		return nil, err
+	}
+	if err := k.takeOver(o.PIDs); err != nil {
+		return nil, err
+	}
 	if old, ok, err := host.Backend(o.ID); err != nil {
 		return nil, err
 	} else if ok && o.Adopt {
@@ -118,16 +138,6 @@ func newKernelDatapath(o kernelOptions) (_ *kernelDatapath, err error) {
 		}
 	}
 	if err := k.sweep(o.Dead); err != nil {
-		return nil, err
-	}
-	ns := o.NetNS
-	if ns == nil {
-		if ns, err = os.Open("/proc/thread-self/ns/net"); err != nil {
-			return nil, fmt.Errorf("open network namespace: %w", err)
-		}
-		defer ns.Close()
-	}
-	if err := k.addSpace(int(ns.Fd()), o.NetNS == nil); err != nil {
 		return nil, err
 	}
 	if !host.Guarded() {
@@ -401,6 +411,9 @@ func (k *kernelDatapath) warnings() []string {
 	if k.unseen != "" {
 		why = append(why, k.unseen+": counts are unknown")
 	}
+	if k.elsewhere != nil {
+		why = append(why, k.elsewhere.Error()+": counts are unknown")
+	}
 	for _, err := range k.taken {
 		why = append(why, err.Error())
 	}
@@ -591,7 +604,7 @@ func (k *kernelDatapath) listeners(context.Context) ([]listener, bool, error) {
 		return ls, false, err
 	}
 	k.mu.Lock()
-	known = known && k.unseen == ""
+	known = known && k.unseen == "" && k.elsewhere == nil
 	k.mu.Unlock()
 	return ls, known && missed == k.missedBase && k.broken() == "", nil
 }
@@ -1015,6 +1028,7 @@ func (k *kernelDatapath) close(remove bool) error {
 	if k.events != nil {
 		err = k.events.Close()
 	}
+	k.cancel()
 	k.wg.Wait()
 	if remove {
 		err = errors.Join(err, k.host.RemoveBackend(k.id))

@@ -63,13 +63,6 @@ type process struct {
 	apart map[int]bool // processes below us that are not CMD's
 }
 
-// bygone is a process that has ended while nobody watched.
-func bygone(pid int, start uint64) *process {
-	p := &process{pid: pid, start: start, foreign: true, members: func() []int { return nil }, done: make(chan struct{})}
-	p.finish(exit{})
-	return p
-}
-
 // leaveOut says that a process below us is not CMD's: it is neither looked at, nor signalled, nor ended with it.
 func (p *process) leaveOut(pid int) {
 	p.mu.Lock()

@@ -331,7 +331,7 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 		inc.gen = past.lastRun.Gen
 	}
 	r.current.Store(inc)
-	dp, err := r.datapath(adopted)
+	dp, err := r.datapath(proc)
 	if err != nil {
 		return ExitFailure, err
 	}
@@ -465,14 +465,18 @@ func (r *runner) survivor(past history) *process {
 }
 
 // datapath chooses how to count. auto prefers the kernel and says what it lacks; bpf insists.
-func (r *runner) datapath(adopted bool) (datapath, error) {
+func (r *runner) datapath(adopted *process) (datapath, error) {
 	if r.o.Mode == drain.ModeOff || r.o.Datapath == "none" {
 		return newWalkDatapath(nil)
 	}
 	cov := r.coverage()
+	var pids func() []int
+	if adopted != nil {
+		pids = adopted.descendants
+	}
 	k, err := newKernelDatapath(kernelOptions{
 		BPF: bpf.Options{Dir: r.o.BPFFS, Log: r.log}, ID: r.id, Gen: r.life().gen, Enforce: r.o.Mode == drain.ModeEnforce,
-		Only: portsOnly(cov.only), Exclude: cov.exclude, Adopt: adopted, Log: r.log, Dead: deadBackends(r.paths.dir), Bypass: r.ports,
+		Only: portsOnly(cov.only), Exclude: cov.exclude, Adopt: adopted != nil, PIDs: pids, Log: r.log, Dead: deadBackends(r.paths.dir), Bypass: r.ports,
 	})
 	if err == nil {
 		return k, nil

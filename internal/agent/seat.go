@@ -542,7 +542,7 @@ func (s *seat) datapath(ns *os.File, w discovery.Workload, a arrival) (datapath,
 	}
 	return newKernelDatapath(kernelOptions{
 		BPF: s.n.bpf, Host: s.n.host, Ring: s.n.ring, NetNS: ns, ID: s.id, Gen: a.gen, Enforce: a.set.mode == drain.ModeEnforce,
-		Only: a.set.cov.ports, Adopt: true, Log: s.log,
+		Only: a.set.cov.ports, Adopt: true, PIDs: a.proc.descendants, Log: s.log,
 		Watch: func(h *bpf.Host, watch bpf.Watch) error {
 			var errs []error
 			if cgroup != 0 {

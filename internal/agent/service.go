@@ -236,6 +236,9 @@ func (i *incarnation) idle() string {
 
 // update writes where each address is steered to, one write for each that has changed.
 func (v *serviceSeat) update(ctx context.Context) error {
+	if err := v.n.host.TakeOver(v.id, nil); err != nil {
+		v.log.Warn("take the service over from another version's installation", "err", err)
+	}
 	all, out := v.candidates(ctx)
 	v.mu.Lock()
 	defer v.mu.Unlock()
