@@ -50,8 +50,8 @@ clean() { [[ $(property "$1" ActiveState) == inactive && $(property "$1" Result)
 # drained N says that nginx has drained N times so far because somebody asked for it, each time to the end.
 drained() {
 	local log
-	log=$(journalctl --no-pager --output=cat --unit=ebb-agent)
-	(($(grep -c '"outcome":"drained"' <<<"$log") == $1 && $(grep -c '"outcome":' <<<"$log") == $1))
+	log=$(journalctl --no-pager --output=cat --unit=ebb-agent | grep '"msg":"drain ended"')
+	(($(grep -c '"cause":"operator","outcome":"drained"' <<<"$log") == $1 && $(wc -l <<<"$log") == $1))
 }
 
 # serving NAME… says that ebb has found these backends, and that they serve.
@@ -206,7 +206,7 @@ fi
 cd "$(dirname "$0")/.."
 go=${GO:-go}
 cache=${EBB_SYSTEMD_CACHE:-$HOME/.cache/ebb-systemd}
-limit=${EBB_SYSTEMD_TIME:-600}
+limit=${EBB_SYSTEMD_TIME:-900}
 accel=${EBB_SYSTEMD_ACCEL:-tcg,thread=multi}
 suite=bookworm
 
@@ -237,7 +237,7 @@ make_system() {
 	local modules=$work/root/lib/modules/$release
 	mkdir -p "$modules/kernel"
 	find "$work/kernel/lib/modules/$release/kernel/net" -name '*_diag.ko*' -exec cp {} "$modules/kernel/" \;
-	cp "$work/kernel/lib/modules/$release"/modules.{order,builtin} "$modules/"
+	cp "$work/kernel/lib/modules/$release"/modules.{order,builtin,builtin.modinfo} "$modules/"
 	depmod -b "$work/root" "$release"
 	rm -rf "$work"/root/var/{lib/apt/lists,cache/apt}/*
 	(cd "$work/root" && find . -print0 | cpio --null --quiet -o -H newc) >"$work/base.cpio"
