@@ -89,6 +89,7 @@ lint: ## check format, vet, fixes, modules, staticcheck, vulnerabilities, BPF C 
 	clang-format-19 --dry-run -Werror bpf/*.c bpf/*.h
 	shellcheck $(sort $(scripts))
 	@echo 'lint: promtool'; find $(wildcard deploy) docs -name '*.rules.y*ml' -print0 | xargs -0 -r promtool check rules
+	find deploy -name '*.rules.test.y*ml' -print0 | xargs -0 -r promtool test rules
 
 fuzz: ## run each fuzz target for FUZZTIME (30s)
 	tools/fuzz.sh $(FUZZTIME)
