@@ -121,6 +121,7 @@ inside() {
 	check "its unit is enabled" systemctl is-enabled --quiet ebb-agent
 	check "its unit has no mistake" systemd-analyze verify ebb-agent.service
 	check "there is the group ebb" getent group ebb
+	check "and the user ebb-front" getent passwd ebb-front
 	check "its configuration is a good one" ebb agent --check-config --config /etc/ebb/agent.yaml
 	cp /ebb/agent.yaml /etc/ebb/agent.yaml
 	check "it upgrades" dpkg --install /ebb/ebb.deb

@@ -5,6 +5,9 @@ set -e
 [ "$1" = configure ] || exit 0
 # Its members may ask the agent, and tell it to drain.
 getent group ebb >/dev/null || groupadd --system ebb
+# The agent reads what others write in a process of this user.
+getent passwd ebb-front >/dev/null ||
+	useradd --system --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin ebb-front
 
 deb-systemd-helper unmask ebb-agent.service >/dev/null || true
 if deb-systemd-helper --quiet was-enabled ebb-agent.service; then
