@@ -104,7 +104,7 @@ func BenchmarkCensus(b *testing.B) {
 	if err := h.SetBackend(7, BackendRule{Enforce: true}); err != nil {
 		b.Fatal(err)
 	}
-	ids, err := ownPrograms(o)
+	ids, err := ownPrograms(o, "*")
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -84,6 +85,7 @@ type Host struct {
 	closed       bool
 	links        map[string]link.Link // kept: an unreferenced link is closed by its finalizer
 	netns        map[uint64]link.Link
+	collected    time.Time // when namespaces that are gone were looked for
 	hasAdmission bool
 	files        *fileReaders // loaded when first used
 	corrector    *corrector   // loaded when first used

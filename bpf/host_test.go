@@ -22,7 +22,7 @@ import (
 // programs are the ids of the programs that are attached.
 func programs(t *testing.T, o Options) (ids map[ebpf.ProgramID]bool) {
 	t.Helper()
-	ids, err := ownPrograms(o)
+	ids, err := ownPrograms(o, "*")
 	if err != nil {
 		t.Fatal(err)
 	}

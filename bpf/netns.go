@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"strconv"
 	"sync"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -117,10 +118,14 @@ func (h *Host) AttachNetNS(fd int) (NetNS, error) {
 		return NetNS{}, fmt.Errorf("attach admission: %w", err)
 	}
 	defer lock.Close()
-	h.collectNetNS()
 
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	// Not for each of hundreds of namespaces that are attached at once.
+	if now := time.Now(); now.Sub(h.collected) > collectEvery {
+		h.collected = now
+		h.collectNetNS()
+	}
 	if h.closed {
 		return NetNS{}, os.ErrClosed
 	}
@@ -178,6 +183,9 @@ func netnsInode(l link.Link) uint32 {
 	}
 	return info.NetNs().NetnsInode
 }
+
+// collectEvery is how often AttachNetNS at most looks for namespaces that are gone.
+const collectEvery = time.Second
 
 // collectNetNS removes the pins of namespaces that are gone: their links read inode 0.
 func (h *Host) collectNetNS() {

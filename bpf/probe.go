@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
 	"unsafe"
 
@@ -282,7 +283,11 @@ func (p ForeignProgram) String() string {
 // root. Ours are known by the pins in the directory; without an installation all are others'.
 func Foreign(o Options, netnsFD int) ([]ForeignProgram, error) {
 	o = o.withDefaults()
-	ours, err := ownPrograms(o)
+	id, err := NetNSID(netnsFD)
+	if err != nil {
+		return nil, fmt.Errorf("list foreign programs: %w", err)
+	}
+	ours, err := ownPrograms(o, strconv.FormatUint(id, 10))
 	if err != nil {
 		return nil, fmt.Errorf("list foreign programs: %w", err)
 	}
@@ -304,16 +309,17 @@ func Foreign(o Options, netnsFD int) ([]ForeignProgram, error) {
 	return lookups, nil
 }
 
-// ownPrograms are the ids of the programs behind our pinned links, of any version.
-func ownPrograms(o Options) (map[ebpf.ProgramID]bool, error) {
+// ownPrograms are the ids of the programs behind our pinned links, of any version, and of the namespaces whose pins
+// match a pattern: there may be hundreds.
+func ownPrograms(o Options, netns string) (map[ebpf.ProgramID]bool, error) {
 	ours := map[ebpf.ProgramID]bool{}
 	names, err := versions(o.Dir)
 	if err != nil {
 		return nil, err
 	}
 	for _, name := range names {
-		for _, kind := range []string{"links", "netns"} {
-			pins, err := filepath.Glob(filepath.Join(o.Dir, name, kind, "*"))
+		for _, pattern := range []string{"links/*", "netns/" + netns} {
+			pins, err := filepath.Glob(filepath.Join(o.Dir, name, pattern))
 			if err != nil {
 				return nil, err
 			}
