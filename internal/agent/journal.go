@@ -56,7 +56,8 @@ type history struct {
 }
 
 // openJournal opens or makes the journal at path and reads its history. ErrJournal means that the file holds
-// something that no crash explains; it is left as it is.
+// something that no crash explains; it is left as it is. Its directory is for the caller to sync, once for all journals in
+// it: the entry too must survive, or the first record would be lost with the name.
 func openJournal(path string) (*journal, history, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -71,10 +72,6 @@ func openJournal(path string) (*journal, history, error) {
 	}
 	if _, err := f.Seek(good, io.SeekStart); err != nil {
 		return nil, history{}, errors.Join(fmt.Errorf("seek journal: %w", err), f.Close())
-	}
-	// The directory entry too must survive, or the first record would be lost with the name.
-	if err := syncDir(filepath.Dir(path)); err != nil {
-		return nil, history{}, errors.Join(err, f.Close())
 	}
 	return &journal{path: path, f: f}, h, nil
 }

@@ -423,6 +423,9 @@ func (n *node) apply(cfg *config.Config) error {
 			seats, fresh = append(seats, s), append(fresh, s)
 		}
 	}
+	if len(fresh) > 0 {
+		errs = append(errs, syncDir(filepath.Join(cfg.State.Dir, "backends")))
+	}
 	n.mu.Lock()
 	n.cfg, n.seats = cfg, seats
 	n.mu.Unlock()

@@ -315,6 +315,9 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 		return ExitFailure, err
 	}
 	defer func() { err = errors.Join(err, j.close()) }()
+	if err := syncDir(filepath.Dir(r.paths.journal)); err != nil {
+		return ExitFailure, err
+	}
 	if past.torn {
 		r.log.Warn("journal ended in a torn record, which was cut off", "path", r.paths.journal)
 	}
