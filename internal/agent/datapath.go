@@ -49,7 +49,7 @@ type datapath interface {
 	// guarded tells whether admission can be closed, so that a zero stays a zero.
 	guarded() bool
 	// warnings are degradations a user should know of.
-	warnings() []string
+	warnings(g *glance) []string
 	// watch takes the listeners that the application opens from now on, and adopts those it has.
 	watch(ctx context.Context, p *process) error
 	// renew makes what is watched from now on a generation's, and says whether its rule is enforced.

@@ -400,8 +400,21 @@ func (k *kernelDatapath) name() string       { return datapathKernel }
 func (k *kernelDatapath) guarded() bool      { return k.host.HasAdmission() }
 func (k *kernelDatapath) hints() <-chan hint { return k.hintc }
 
-func (k *kernelDatapath) warnings() []string {
-	broken := k.broken()
+func (k *kernelDatapath) warnings(g *glance) []string {
+	var broken string
+	var foreign []string
+	if g == nil || g.hostwide(k) != nil {
+		broken, foreign = k.broken(), k.foreign()
+	} else {
+		broken = k.brokenBy(g.on, g.gone)
+		if sps := k.spaces(); len(sps) > 0 {
+			var ok bool
+			if foreign, ok = g.foreign[sps[0].id]; !ok {
+				foreign = k.foreign()
+				g.foreign[sps[0].id] = foreign
+			}
+		}
+	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	why := append([]string(nil), k.why...)
@@ -417,15 +430,16 @@ func (k *kernelDatapath) warnings() []string {
 	for _, err := range k.taken {
 		why = append(why, err.Error())
 	}
-	return append(why, k.foreign()...)
+	return append(why, foreign...)
 }
 
 // foreign names the programs of others that could overrule admission or disturb the census, and what that means.
 func (k *kernelDatapath) foreign() (why []string) {
-	if len(k.sps) == 0 {
+	sps := k.spaces()
+	if len(sps) == 0 {
 		return nil
 	}
-	fd := k.sps[0].fd
+	fd := sps[0].fd
 	if fd < 0 {
 		ns, err := os.Open("/proc/thread-self/ns/net")
 		if err != nil {
@@ -603,15 +617,21 @@ func (k *kernelDatapath) listeners(context.Context) ([]listener, bool, error) {
 	if err != nil {
 		return ls, false, err
 	}
+	return ls, known && k.trusted(missed, k.broken()), nil
+}
+
+// trusted tells whether the counts are all that is open.
+func (k *kernelDatapath) trusted(missed uint64, broken string) bool {
 	k.mu.Lock()
-	known = known && k.unseen == "" && k.elsewhere == nil
-	k.mu.Unlock()
-	return ls, known && missed == k.missedBase && k.broken() == "", nil
+	defer k.mu.Unlock()
+	return k.unseen == "" && k.elsewhere == nil && missed == k.missedBase && broken == ""
 }
 
 // broken says why what this host counts or refuses cannot be believed any more; "" while it can.
-func (k *kernelDatapath) broken() string {
-	on, err := bpf.Control(k.opts)
+func (k *kernelDatapath) broken() string { return k.brokenBy(bpf.Control(k.opts)) }
+
+// brokenBy is broken for what bpf.Control has answered.
+func (k *kernelDatapath) brokenBy(on bool, err error) string {
 	switch {
 	case err != nil:
 		return "Ebb was removed from this kernel (`ebb cleanup`): counts and admission are gone"

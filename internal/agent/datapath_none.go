@@ -69,16 +69,16 @@ func newWalkDatapath(ns *os.File, why ...string) (*walkDatapath, error) {
 	return &walkDatapath{sp: &space{fd: fd, diag: d}, why: why, hintc: make(chan hint), seen: map[uint64]bool{}, total: map[uint16]uint64{}, known: map[uint64]listener{}}, nil
 }
 
-func (w *walkDatapath) name() string         { return "none" }
-func (w *walkDatapath) guarded() bool        { return false }
-func (w *walkDatapath) warnings() []string   { return w.why }
-func (w *walkDatapath) hints() <-chan hint   { return w.hintc }
-func (w *walkDatapath) spaces() []*space     { return []*space{w.sp} }
-func (w *walkDatapath) cover(listener) error { return nil }
-func (w *walkDatapath) uncover(listener)     {}
-func (w *walkDatapath) overruled() string    { return "" }
-func (w *walkDatapath) admit() error         { return nil }
-func (w *walkDatapath) unmark() error        { return nil }
+func (w *walkDatapath) name() string              { return "none" }
+func (w *walkDatapath) guarded() bool             { return false }
+func (w *walkDatapath) warnings(*glance) []string { return w.why }
+func (w *walkDatapath) hints() <-chan hint        { return w.hintc }
+func (w *walkDatapath) spaces() []*space          { return []*space{w.sp} }
+func (w *walkDatapath) cover(listener) error      { return nil }
+func (w *walkDatapath) uncover(listener)          {}
+func (w *walkDatapath) overruled() string         { return "" }
+func (w *walkDatapath) admit() error              { return nil }
+func (w *walkDatapath) unmark() error             { return nil }
 
 func (w *walkDatapath) close(bool) error {
 	err := w.sp.diag.Close()

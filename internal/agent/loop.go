@@ -281,7 +281,7 @@ func (r *runner) finish(ctx context.Context, proc *process) int {
 
 // report writes the file aside and renames it in, so that a reader sees a whole one or none.
 func (r *runner) report(ctx context.Context, proc *process, code int) error {
-	b := r.view(ctx, true)
+	b := r.view(ctx, true, nil)
 	if b.Listeners == nil {
 		// CMD has ended and taken its sockets along: what it had is known from the beginning of its drain.
 		r.mu.Lock()

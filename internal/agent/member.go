@@ -88,8 +88,9 @@ func (m *member) degraded(msg string) {
 
 func (m *member) draining() bool { return m.life().draining() }
 
-// view is one look at the backend. closer also names what is not covered, which takes a walk of its own.
-func (m *member) view(ctx context.Context, closer bool) api.Backend {
+// view is one look at the backend. closer also names what is not covered, which takes a walk of its own; g is nil where no
+// other backend is looked at.
+func (m *member) view(ctx context.Context, closer bool, g *glance) api.Backend {
 	inc := m.life()
 	set := inc.set
 	v := api.Backend{
@@ -109,10 +110,13 @@ func (m *member) view(ctx context.Context, closer bool) api.Backend {
 	counts, at := s.Counts, s.CountsAt
 	if !inc.draining() || at.IsZero() {
 		// Outside a drain nobody looks, so look now.
-		c, err := inc.b.Look(ctx)
-		if err != nil {
-			c = drain.Counts{}
-			v.Warnings = append(v.Warnings, "counts are unknown: "+err.Error())
+		c, ok := inc.b.glance(ctx, g)
+		if !ok {
+			var err error
+			if c, err = inc.b.Look(ctx); err != nil {
+				c = drain.Counts{}
+				v.Warnings = append(v.Warnings, "counts are unknown: "+err.Error())
+			}
 		}
 		counts, at = c, time.Now()
 	}
@@ -124,7 +128,7 @@ func (m *member) view(ctx context.Context, closer bool) api.Backend {
 			v.Addresses = append(v.Addresses, m.addresses(sp.id)...)
 		}
 	}
-	v.Warnings = append(append(v.Warnings, inc.b.dp.warnings()...), inc.b.late.warnings()...)
+	v.Warnings = append(append(v.Warnings, inc.b.dp.warnings(g)...), inc.b.late.warnings()...)
 	v.Warnings = append(v.Warnings, inc.b.late.keep.warnings()...)
 	if s.ID != "" {
 		d := m.drainView(inc, s)

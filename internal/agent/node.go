@@ -75,6 +75,8 @@ type node struct {
 	ends     map[*seat]context.CancelFunc
 	leaving  map[string]bool // names of backends that are configured no more, and not gone yet
 	services map[string]*serviceSeat
+	last     *glance // at all backends, and when that was
+	lastAt   time.Time
 }
 
 // RunAgent owns the backends of this host until SIGTERM or the end of ctx, and then leaves everything in place for the next
@@ -277,7 +279,9 @@ func (n *node) loop(sigs <-chan os.Signal) error {
 			n.look()
 			changed, calm = nil, time.After(lookAtAll)
 		case <-every.C:
-			n.look()
+			if n.missing() { // the end of those that are there is heard of in any case
+				n.look()
+			}
 		case <-calm:
 			changed, calm = n.watcher.Changed(), nil
 		case <-n.pokes:
@@ -315,6 +319,16 @@ func (n *node) poke() {
 	case n.pokes <- struct{}{}:
 	default:
 	}
+}
+
+// recent is a glance at all backends of the last second.
+func (n *node) recent() *glance {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if now := time.Now(); now.Sub(n.lastAt) > time.Second {
+		n.last, n.lastAt = &glance{}, now
+	}
+	return n.last
 }
 
 // missing tells whether a backend has no process.

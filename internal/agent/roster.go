@@ -14,7 +14,7 @@ import (
 )
 
 // roster is the api.Source of the backends of one process, in the order in which they are shown. A request that comes
-// while nothing drains costs one walk per backend, and only when somebody asks.
+// while nothing drains costs one walk for each backend that has connections, and only when somebody asks.
 type roster func() []*member
 
 var _ api.Source = roster(nil)
@@ -41,8 +41,9 @@ func (r roster) find(name string) (*member, error) {
 func (r roster) Backends(ctx context.Context) []api.Backend {
 	ms := r()
 	bs := make([]api.Backend, len(ms))
+	g := &glance{}
 	for i, m := range ms {
-		bs[i] = m.view(ctx, false)
+		bs[i] = m.view(ctx, false, g)
 	}
 	return bs
 }
@@ -53,7 +54,7 @@ func (r roster) Backend(ctx context.Context, name string) (api.Backend, error) {
 	if err != nil {
 		return api.Backend{}, err
 	}
-	return m.view(ctx, true), nil
+	return m.view(ctx, true, nil), nil
 }
 
 // Stragglers implements api.Source.

@@ -401,7 +401,7 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 		verb, argv = "adopted", past.lastRun.Argv
 	}
 	r.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("%s %s as process %d; %s", verb, strings.Join(argv, " "), proc.pid, r.set.eff), Fields: map[string]any{"pid": proc.pid, "argv": argv}})
-	for _, why := range dp.warnings() {
+	for _, why := range dp.warnings(nil) {
 		r.degraded(why)
 	}
 	if r.o.Early && r.o.Mode == drain.ModeEnforce {

@@ -183,7 +183,7 @@ func (s *seat) tend(ctx context.Context) {
 			s.ended(ctx, inc)
 		case <-s.settle:
 			s.settle = nil
-			for _, why := range inc.b.dp.warnings() {
+			for _, why := range inc.b.dp.warnings(nil) {
 				s.degraded(why)
 			}
 		case <-every.C:
@@ -246,10 +246,10 @@ func (s *seat) routine(ctx context.Context, inc *incarnation) {
 		return // a drain has audits of its own
 	}
 	inc.b.cookies.sample(time.Now())
-	c, err := inc.b.census(ctx)
-	if err == nil && !s.unproven && c.total == s.audited && c.open+c.ending+c.closing == 0 {
+	if total, ok := inc.b.resting(s.n.recent()); ok && !s.unproven && total == s.audited {
 		return
 	}
+	c, err := inc.b.census(ctx)
 	agreed := false
 	if err == nil {
 		agreed, err = inc.b.audit(ctx)
