@@ -125,8 +125,12 @@ func (n *node) own(ctx context.Context, sigs <-chan os.Signal) (ok bool, err err
 	if n.o.Standby {
 		n.tell(systemd.Ready, systemd.Status("standing by"))
 	}
+	alive := time.NewTicker(lease.RenewEvery)
+	defer alive.Stop()
 	for {
 		select {
+		case <-alive.C:
+			n.tell(systemd.Watchdog)
 		case a := <-got:
 			n.lease = a.l
 			return a.err == nil, a.err
