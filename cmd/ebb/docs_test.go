@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/config"
 	"github.com/ebbproxy/ebb/internal/metrics"
 )
 
@@ -187,6 +188,28 @@ func TestDocsLinkToFilesThatExist(t *testing.T) {
 				t.Errorf("%s links to %s: %v", name, m[1], err)
 			}
 		}
+	}
+}
+
+var yamlBlock = regexp.MustCompile("(?s)```yaml\n(.*?)```")
+
+// Each configuration in a document is one that the agent takes.
+func TestDocsShowConfigurationsThatAreValid(t *testing.T) {
+	t.Parallel()
+	n := 0
+	for name, text := range documents(t) {
+		for _, m := range yamlBlock.FindAllStringSubmatch(text, -1) {
+			if !strings.Contains(m[1], "services:") {
+				continue
+			}
+			n++
+			if _, err := config.Parse(name, []byte(m[1])); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+	}
+	if n < 3 {
+		t.Errorf("only %d configurations were found", n)
 	}
 }
 
