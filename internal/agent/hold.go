@@ -629,7 +629,7 @@ func (l *late) handOver(to *late) {
 	to.how, to.why, to.until, to.base, to.own, to.adopted = l.how, l.why, l.until, l.base, l.own, l.adopted
 	to.plan.space = l.plan.space
 	to.relay, to.listener, l.relay = l.relay, l.listener, nil
-	to.counted, to.gone, to.now = l.counted, l.gone, l.now
+	to.counted, to.gone, to.now, to.pauses = l.counted, l.gone, l.now, l.pauses
 	if to.relay != nil {
 		to.b.proc.leaveOut(to.relay.PID())
 	}

@@ -78,6 +78,8 @@ type late struct {
 	counted   map[proxy.Action]map[proxy.Result]uint64 // of the relay, told to the metrics
 	gone      relayTotals                              // of relays that have ended
 	now       relayTotals
+	pauses    uint64                      // how often the relay has paused at a limit
+	atLimit   bool                        // it did so between the last two looks
 	spare     *os.File                    // the listener of a relay that is not there yet
 	dups      []*heldListener             // for the next redirection, taken before it
 	stopEmpty func()                      // ends the adoption and waits for it
@@ -537,7 +539,7 @@ func (l *late) dropRelay(p *relay.Process) {
 	l.tally(ctx, p)
 	l.mu.Lock()
 	if l.relay == p {
-		l.relay, l.listener = nil, 0
+		l.relay, l.listener, l.pauses = nil, 0, 0
 		l.gone, l.now = l.gone.plus(l.now), relayTotals{}
 		l.counted = map[proxy.Action]map[proxy.Result]uint64{}
 	}
@@ -817,18 +819,26 @@ func (l *late) tally(ctx context.Context, p *relay.Process) {
 		return
 	}
 	l.b.metrics.HeldConnections(l.b.service, s.Relay.Parked)
-	if over := l.count(p, s); over > 0 {
+	over, full := l.count(p, s)
+	if full {
+		l.tell(fmt.Sprintf("the relay carries %d connections, as many as it may or has descriptors for: later ones wait in its backlog", s.Relay.Active), nil)
+	}
+	if over > 0 {
 		l.tell(fmt.Sprintf("%d more connections came than may wait, which are %d, and were reset", over, cmp.Or(l.o.park.Max, proxy.DefaultParkMax)), nil)
 	}
 }
 
-// count takes over what the relay has counted. over is how many it has reset since the last time because too many waited.
-func (l *late) count(p *relay.Process, s relay.Stats) (over uint64) {
+// count takes over what the relay has counted. Since the last time it has reset over connections because too many waited,
+// and full tells that it has come to a limit, at which it accepts nothing for moments.
+func (l *late) count(p *relay.Process, s relay.Stats) (over uint64, full bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.relay != p {
-		return 0
+		return 0, false
 	}
+	paused := s.Relay.Pauses > l.pauses
+	full = paused && !l.atLimit
+	l.pauses, l.atLimit = s.Relay.Pauses, paused
 	l.now = relayTotals{}
 	for _, c := range s.Late {
 		n := &l.now.failed
@@ -854,7 +864,7 @@ func (l *late) count(p *relay.Process, s relay.Stats) (over uint64) {
 			of[c.Result] = c.N
 		}
 	}
-	return over
+	return over, full
 }
 
 // view fills in what is known of late connections.

@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"net/http"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -17,6 +18,7 @@ import (
 	"time"
 
 	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/agent"
 )
 
 // Connections that wait for a successor are bounded in number and in time: what comes beyond the one is reset at once,
@@ -174,4 +176,36 @@ func TestG2_CleanupRemovesTheCgroupsOfRelays(t *testing.T) {
 		}
 	}
 	n.nothingLeft("after the clean-up")
+}
+
+// The relay carries no more connections than it has descriptors for. What comes beyond waits in its backlog, which is
+// told, and is carried as soon as others end.
+func TestD9_TheRelayAtItsLimit(t *testing.T) {
+	n := newLAN(t)
+	peer := newElsewhere(t, n.host, 9000, "-name", "other")
+	few := func(c *exec.Cmd) {
+		c.Path, c.Args = need(t, "prlimit"), append([]string{"prlimit", "--nofile=256:256"}, c.Args...)
+	}
+	r := n.startWith(few, "web", with(wideBudget, "--service", "web", "--peer", peer.v4), goServer(t, n.v4(8080))...)
+	r.await(agent.EventListener)
+	hold := holdOpen(t, n.client, n.v4(8080))
+	r.must("drain", struct{}{})
+	const many = 150 // two descriptors for each, and it has 256
+	var conns []*httpConn
+	for range many {
+		conns = append(conns, dialHTTP(t, n.client, n.v4(8080)))
+	}
+	r.find("an event of the limit", func(e drain.Event) bool {
+		return e.Type == drain.EventLate && strings.Contains(e.Message, "descriptors")
+	})
+	for _, c := range conns { // those that are carried first, and so in the order in which they came
+		if got := c.servedBy(t); got != "other" {
+			t.Errorf("served by %q, want other", got)
+		}
+		c.Close()
+	}
+	hold.Close()
+	if d := r.drainedAtZero(); d.Late == nil || d.Late.Failed != 0 || d.Late.Relayed != many {
+		t.Errorf("late: got %+v, want %d relayed and none failed", d.Late, many)
+	}
 }
