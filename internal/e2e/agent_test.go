@@ -100,8 +100,15 @@ type daemon struct {
 // begin starts an agent and does not wait until it owns anything.
 func (n *node) begin(flags ...string) *daemon {
 	n.t.Helper()
+	return n.beginUnder(nil, flags...)
+}
+
+// beginUnder is begin under a command that executes it, such as one that takes privileges away.
+func (n *node) beginUnder(under []string, flags ...string) *daemon {
+	n.t.Helper()
 	d := &daemon{n: n, done: make(chan struct{}), wake: make(chan struct{})}
-	d.cmd = n.ns.Command(n.t, ebbBin, append([]string{"agent", "--config", n.config}, flags...)...)
+	argv := append(append(under[:len(under):len(under)], ebbBin, "agent", "--config", n.config), flags...)
+	d.cmd = n.ns.Command(n.t, argv[0], argv[1:]...)
 	d.cmd.Cmd.Env = n.env
 	stderr, w, err := os.Pipe()
 	if err != nil {

@@ -387,17 +387,18 @@ func start(o Options, secrets *secrets) (_ net.Conn, _ *process, err error) {
 			close(p.done)
 		}
 	}()
-	if err := <-started; err != nil {
+	err = <-started
+	// What is handed over becomes blocking, for us as well, even where nobody takes it.
+	for _, f := range files[1:] {
+		err = errors.Join(err, unix.SetNonblock(int(f.Fd()), true))
+	}
+	if err != nil {
+		if p.cmd.Process != nil {
+			p.kill()
+		}
 		return nil, nil, fmt.Errorf("execute a front: %w", err)
 	}
 	p.pid = p.cmd.Process.Pid
-	// What a child gets becomes blocking, for us as well.
-	for _, f := range files[1:] {
-		if err := unix.SetNonblock(int(f.Fd()), true); err != nil {
-			p.kill()
-			return nil, nil, fmt.Errorf("keep listener: %w", err)
-		}
-	}
 	conn, err := net.FileConn(own)
 	if err != nil {
 		p.kill()
