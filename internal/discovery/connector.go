@@ -35,18 +35,21 @@ const (
 type connector struct{ fd int }
 
 func openConnector() (*connector, error) {
-	fd := -1
-	open := func() (err error) {
-		fd, err = unix.Socket(unix.AF_NETLINK, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_CONNECTOR)
-		return err
-	}
-	err := open()
-	if errors.Is(err, unix.EPROTONOSUPPORT) {
+	c, err := listenConnector()
+	if errors.Is(err, unix.EPROTONOSUPPORT) || errors.Is(err, unix.ECONNREFUSED) {
 		// Perhaps only because this process is in another network namespace than the first.
 		if ns, nerr := os.Open(hostNetNS); nerr == nil {
-			err = errors.Join(netns.Do(int(ns.Fd()), open), ns.Close())
+			err = errors.Join(netns.Do(int(ns.Fd()), func() (err error) {
+				c, err = listenConnector()
+				return err
+			}), ns.Close())
 		}
 	}
+	return c, err
+}
+
+func listenConnector() (*connector, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_CONNECTOR)
 	if err != nil {
 		return nil, fmt.Errorf("open process connector: %w", err)
 	}
