@@ -133,6 +133,8 @@ func (m *member) view(ctx context.Context, closer bool, g *glance) api.Backend {
 	if s.ID != "" {
 		d := m.drainView(inc, s)
 		v.Drain = &d
+	} else if ds := m.past(); len(ds) > 0 {
+		v.Drain = &ds[len(ds)-1]
 	}
 	return v
 }

@@ -277,6 +277,7 @@ func (n *node) loop(sigs <-chan os.Signal) error {
 	for {
 		select {
 		case <-changed:
+			n.glance()
 			if !n.missing() {
 				continue // whoever starts or ends is nobody we wait for
 			}
@@ -376,11 +377,6 @@ func (n *node) look() {
 		put(s.finds, find{w, err})
 	}
 	n.watcher.Follow(found...)
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	for _, v := range n.services {
-		v.poke() // somebody may listen on its addresses now
-	}
 }
 
 // reload puts a changed configuration in force. What is wrong with it changes nothing.

@@ -235,8 +235,11 @@ func (s *seat) ended(ctx context.Context, inc *incarnation) {
 	st := inc.machine.Status()
 	s.over = st.State == drain.StateDone || st.State == drain.StateLost
 	s.n.changed(s.service)
-	if !s.over {
+	switch {
+	case !s.over:
 		s.adjust(ctx) // taken back: what was configured meanwhile holds now
+	case inc.set.mode != drain.ModeEnforce && !s.exited && s.alive(inc):
+		s.anew(ctx, inc) // nothing was done to it: it serves, and can be drained again
 	}
 }
 
@@ -638,10 +641,14 @@ func (s *seat) adjust(ctx context.Context) {
 		s.current.Store(&incarnation{gen: inc.gen, set: s.set, absent: inc.absent, unknown: inc.unknown})
 		return
 	}
+	s.anew(ctx, inc)
+}
+
+// anew makes the process that is there the present incarnation once more, under the present configuration.
+func (s *seat) anew(ctx context.Context, inc *incarnation) {
 	inc.end()
-	w := inc.proc.workload
-	if err := s.enter(ctx, w, arrival{gen: inc.gen, set: s.set, proc: inc.proc}); err != nil && ctx.Err() == nil {
-		s.degraded("the new configuration cannot be put in force: " + err.Error())
+	if err := s.enter(ctx, inc.proc.workload, arrival{gen: inc.gen, set: s.set, proc: inc.proc}); err != nil && ctx.Err() == nil {
+		s.degraded("the configuration cannot be put in force: " + err.Error())
 	}
 }
 

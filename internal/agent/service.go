@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/ebbproxy/ebb/bpf"
 	"github.com/ebbproxy/ebb/drain"
@@ -36,14 +37,16 @@ type serviceSeat struct {
 	id   uint64
 	log  *slog.Logger
 	kick chan struct{} // of capacity 1: something may have changed
+	peek chan struct{} // of capacity 1: somebody may listen on our addresses now, or not any more
 
 	mu    sync.Mutex
 	addrs []netip.AddrPort
 	at    map[bpf.Address][]uint64 // addresses under our rule, and what they are steered to
 	said  map[bpf.Address]string   // why one is not
 	names map[uint64]string        // backends by their listeners
-	out   map[string]string        // backends that get nothing new, and why
-	gone  bool
+	// spaces are the namespaces of the backends at the last update.
+	spaces map[uint64]*space
+	gone   bool
 }
 
 // steerServices makes the services that are steered those of the configuration.
@@ -74,7 +77,7 @@ func (n *node) steerServices(cfg *config.Config) error {
 		v := n.services[name]
 		if v == nil {
 			v = &serviceSeat{
-				n: n, name: name, id: serviceID(name), log: n.log.With("service", name), kick: make(chan struct{}, 1),
+				n: n, name: name, id: serviceID(name), log: n.log.With("service", name), kick: make(chan struct{}, 1), peek: make(chan struct{}, 1),
 				at: map[bpf.Address][]uint64{}, said: map[bpf.Address]string{}, names: map[uint64]string{},
 			}
 			err := n.record(name)
@@ -128,6 +131,18 @@ func (n *node) flipped(ctx context.Context, service string) error {
 	return v.update(ctx)
 }
 
+// glance has every service look whether somebody listens on its addresses.
+func (n *node) glance() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, v := range n.services {
+		select {
+		case v.peek <- struct{}{}:
+		default:
+		}
+	}
+}
+
 func (v *serviceSeat) poke() {
 	select {
 	case v.kick <- struct{}{}:
@@ -135,17 +150,46 @@ func (v *serviceSeat) poke() {
 	}
 }
 
+// peekEvery is how often a service looks who listens on its addresses although nobody has started: one dump of the listeners
+// of its ports.
+const peekEvery = 10 * time.Second
+
 func (v *serviceSeat) follow(ctx context.Context) {
+	every := time.NewTicker(peekEvery)
+	defer every.Stop()
 	for {
+		look := true
 		select {
 		case <-v.kick:
-			if err := v.update(ctx); err != nil && ctx.Err() == nil {
-				v.log.Warn("steer the service", "err", err)
-			}
+		case <-v.peek:
+			look = v.stale(ctx)
+		case <-every.C:
+			look = v.stale(ctx)
 		case <-ctx.Done():
 			return
 		}
+		if !look {
+			continue
+		}
+		if err := v.update(ctx); err != nil && ctx.Err() == nil {
+			v.log.Warn("steer the service", "err", err)
+		}
 	}
+}
+
+// stale tells whether somebody listens on an address that nobody listened on, or the other way round.
+func (v *serviceSeat) stale(ctx context.Context) bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, addr := range v.addrs {
+		for id, sp := range v.spaces {
+			who, _, err := v.listens(ctx, addr, sp)
+			if err != nil || who != v.said[bpf.Address{NetNS: id, AddrPort: addr}] {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // end has nothing written any more.
@@ -175,18 +219,15 @@ const (
 	tierNone    // it gets nothing new
 )
 
-// candidates are the listeners of the service's backends, by how good they are. out says why backends get nothing new.
-func (v *serviceSeat) candidates(ctx context.Context) (all []candidate, out map[string]string) {
-	out = map[string]string{}
+// candidates are the listeners of the service's backends, by how good they are.
+func (v *serviceSeat) candidates(ctx context.Context) (all []candidate) {
 	for _, s := range v.n.seatsOf(v.name) {
 		inc := s.life()
 		if inc.b == nil || inc.b.dp.name() != datapathKernel {
-			out[s.name] = inc.idle()
-			continue
+			continue // there is none, or its mode is off
 		}
 		tier := tierReady
 		if err := inc.serves(ctx, s.name); err != nil {
-			out[s.name] = err.Error()
 			switch {
 			case inc.b.dp.refusing() || inc.b.late.redirecting():
 				tier = tierRelay
@@ -223,15 +264,7 @@ func (v *serviceSeat) candidates(ctx context.Context) (all []candidate, out map[
 			}
 		}
 	}
-	return all, out
-}
-
-// idle says why nothing is steered to an incarnation.
-func (i *incarnation) idle() string {
-	if i.b == nil {
-		return "no process: " + i.absent
-	}
-	return "its mode is off"
+	return all
 }
 
 // update writes where each address is steered to, one write for each that has changed.
@@ -239,22 +272,21 @@ func (v *serviceSeat) update(ctx context.Context) error {
 	if err := v.n.host.TakeOver(v.id, nil); err != nil {
 		v.log.Warn("take the service over from another version's installation", "err", err)
 	}
-	all, out := v.candidates(ctx)
+	all := v.candidates(ctx)
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.gone {
 		return nil
 	}
-	v.out = out
-	spaces := map[uint64]*space{}
+	v.spaces = map[uint64]*space{}
 	for _, c := range all {
-		spaces[c.netns] = c.space
+		v.spaces[c.netns] = c.space
 		v.names[cmp.Or(c.cookie, c.Cookie)] = c.backend
 	}
 	want := map[bpf.Address]bool{}
 	var errs []error
 	for _, addr := range v.addrs {
-		for id, sp := range spaces {
+		for id, sp := range v.spaces {
 			at := bpf.Address{NetNS: id, AddrPort: addr}
 			want[at] = true
 			if err := v.steer(ctx, at, sp, all); err != nil {
@@ -442,33 +474,42 @@ func suits(l probes.Listener, at netip.AddrPort, all []candidate) bool {
 
 // claim puts an address under our rule, unless somebody listens there: whoever that is keeps what it gets. The caller holds mu.
 func (v *serviceSeat) claim(ctx context.Context, at bpf.Address, sp *space) (why string, err error) {
-	socks, err := sp.diag.Dump(ctx, probes.Filter{States: states(tcpListen), LocalPorts: []uint16{at.AddrPort.Port()}})
-	if err != nil {
-		return "", err
+	who, others, err := v.listens(ctx, at.AddrPort, sp)
+	if who != "" || err != nil {
+		return who, err
 	}
-	a := at.AddrPort.Addr().Unmap()
-	var others []netip.AddrPort
-	for _, s := range socks {
-		l := s.Local.Addr().Unmap()
-		switch {
-		case l == a, l.IsUnspecified() && (l.Is4() == a.Is4() || !s.V6Only && !l.Is4()):
-			return cmp.Or(v.names[s.Cookie], "somebody else") + " listens on " + s.Local.String(), nil
-		case a.IsUnspecified():
-			others = append(others, s.Local)
-		}
-	}
-	v6only := slices.ContainsFunc(v.addrs, func(o netip.AddrPort) bool {
-		return o.Port() == at.AddrPort.Port() && o.Addr().Unmap().Is4() && o.Addr().IsUnspecified()
-	})
 	for _, o := range others {
 		// More specific than ours: it goes on to get what it got.
 		if err := v.n.host.Pass(bpf.Address{NetNS: at.NetNS, AddrPort: o}, v.id); err != nil {
 			return "", err
 		}
 	}
+	v6only := slices.ContainsFunc(v.addrs, func(o netip.AddrPort) bool {
+		return o.Port() == at.AddrPort.Port() && o.Addr().Unmap().Is4() && o.Addr().IsUnspecified()
+	})
 	err = v.n.host.Admit(at, v6only, v.id)
 	if errors.Is(err, bpf.ErrTaken) {
 		return err.Error(), nil
 	}
 	return "", err
+}
+
+// listens tells who listens on an address, "" if nobody does, and which listeners there are on more specific ones. The caller
+// holds mu.
+func (v *serviceSeat) listens(ctx context.Context, addr netip.AddrPort, sp *space) (who string, others []netip.AddrPort, err error) {
+	socks, err := sp.diag.Dump(ctx, probes.Filter{States: states(tcpListen), LocalPorts: []uint16{addr.Port()}})
+	if err != nil {
+		return "", nil, err
+	}
+	a := addr.Addr().Unmap()
+	for _, s := range socks {
+		l := s.Local.Addr().Unmap()
+		switch {
+		case l == a, l.IsUnspecified() && (l.Is4() == a.Is4() || !s.V6Only && !l.Is4()):
+			return cmp.Or(v.names[s.Cookie], "somebody else") + " listens on " + s.Local.String(), nil, nil
+		case a.IsUnspecified():
+			others = append(others, s.Local)
+		}
+	}
+	return "", others, nil
 }
