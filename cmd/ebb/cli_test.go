@@ -223,6 +223,22 @@ func TestNothingFromOutsideMovesTheCursor(t *testing.T) {
 	}
 }
 
+// Whoever should end the drain hangs: a stop that waits for it goes on.
+func TestT8_DrainWaitEndsAfterTheDeadline(t *testing.T) {
+	t.Parallel()
+	a := newAgent(t, "web")
+	var out, stderr buffer
+	began := time.Now()
+	code := start(t.Context(), testEnv(a.dir, &out, &stderr, nil, "drain", "web", "--wait", "--grace", "1s"))
+	if got := wait(t, code); got != 1 {
+		t.Errorf("exit code %d, want 1", got)
+	}
+	stderr.waitFor(t, `its deadline has passed and it has no outcome`)
+	if d := time.Since(began); d < time.Second+overdueAfter {
+		t.Errorf("given up after %s, before the deadline and %s", d, overdueAfter)
+	}
+}
+
 // Whoever dies without telling the outcome leaves it unknown: an error, not an outcome.
 func TestDrainWaitWhenTheProcessVanishes(t *testing.T) {
 	dir := shortDir(t)

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -166,16 +167,18 @@ const beginAtOnce = 8
 // drainGroup drains the backends of one server.
 func (e *environment) drainGroup(ctx context.Context, c drainCall, g []*target, p *progress) {
 	var tail *api.Tail
+	var giveUp context.CancelFunc
 	if c.wait {
 		// Before the drains begin: a process that drains itself may end, and leave, before a stream that is
 		// opened afterwards is accepted.
 		var err error
-		if tail, err = openTail(ctx, g[0].client); err != nil {
+		if tail, giveUp, err = openTail(ctx, g[0].client); err != nil {
 			for _, t := range g {
 				t.err = fmt.Errorf("drain %s: %w", t.Name, err)
 			}
 			return
 		}
+		defer giveUp()
 		defer tail.Close()
 	}
 	var wg sync.WaitGroup
@@ -207,7 +210,7 @@ func (e *environment) drainGroup(ctx context.Context, c drainCall, g []*target, 
 		}
 	}
 	if c.wait {
-		awaitEnds(ctx, tail, g, p)
+		awaitEnds(ctx, tail, giveUp, g, p)
 	}
 }
 
@@ -331,22 +334,66 @@ const (
 	runPatience   = time.Second
 )
 
-// openTail opens the events of a server, from the oldest on.
-func openTail(ctx context.Context, c *api.Client) (*api.Tail, error) {
+// openTail opens the events of a server, from the oldest on. giveUp ends it at once, however the server does.
+func openTail(ctx context.Context, c *api.Client) (tail *api.Tail, giveUp context.CancelFunc, err error) {
 	patience := runPatience
 	if returns(c.Path()) {
 		patience = agentPatience
 	}
-	return c.Tail(ctx, 0, patience)
+	ctx, giveUp = context.WithCancel(ctx)
+	if tail, err = c.Tail(ctx, 0, patience); err != nil {
+		giveUp()
+	}
+	return tail, giveUp, err
 }
 
 // errEndUnseen: the process that runs the drain ended without telling how the drain did.
 var errEndUnseen = errors.New("the process that ran the drain went away before its end was seen; its log and its --report file tell how it ended")
 
+// errOverdue: a drain that has no end although its deadline has passed, so that whoever should end it does not.
+var errOverdue = errors.New("its deadline has passed and it has no outcome: whoever runs it does not answer, or hangs")
+
+// overdueAfter is how long past its deadline a drain is waited for.
+const overdueAfter = 10 * time.Second
+
+// waitDeadlines waits until the deadlines of drains, all of one server, have been over for so long. An operator may have
+// moved them, so that the server is asked then.
+func waitDeadlines(ctx context.Context, c *api.Client, past time.Duration, drains ...api.Drain) {
+	last := func() (at time.Time) {
+		for _, d := range drains {
+			if d.Deadline.After(at) {
+				at = d.Deadline
+			}
+		}
+		return at
+	}
+	for end := last(); ; {
+		over := time.NewTimer(time.Until(end) + past)
+		select {
+		case <-over.C:
+		case <-ctx.Done():
+			over.Stop()
+			return
+		}
+		ask, cancel := context.WithTimeout(ctx, time.Second)
+		for i, d := range drains {
+			if now, err := c.DrainByID(ask, d.ID); err == nil {
+				drains[i] = now
+			}
+		}
+		cancel()
+		later := last()
+		if !later.After(end) {
+			return
+		}
+		end = later
+	}
+}
+
 // awaitEnds reads the tail, which was opened before the drains began, until each of the targets, all of one server, has its
 // outcome or an error. The event, not a question, is what counts: the process that drains itself leaves right after
 // it.
-func awaitEnds(ctx context.Context, tail *api.Tail, g []*target, p *progress) {
+func awaitEnds(ctx context.Context, tail *api.Tail, giveUp context.CancelFunc, g []*target, p *progress) {
 	c := g[0].client
 	pending := make(map[string]*target)
 	end := func(t *target, err error) {
@@ -389,6 +436,17 @@ func awaitEnds(ctx context.Context, tail *api.Tail, g []*target, p *progress) {
 	if len(pending) == 0 {
 		return
 	}
+	var late atomic.Bool
+	running := make([]api.Drain, 0, len(pending))
+	for _, t := range pending {
+		running = append(running, t.drain)
+	}
+	watcher.Go(func() {
+		if waitDeadlines(watching, c, overdueAfter, running...); watching.Err() == nil {
+			late.Store(true)
+			giveUp()
+		}
+	})
 	for ev, err := range tail.All() {
 		t := pending[ev.Drain]
 		switch {
@@ -414,9 +472,14 @@ func awaitEnds(ctx context.Context, tail *api.Tail, g []*target, p *progress) {
 			return
 		}
 	}
-	look()
+	why := errEndUnseen
+	if late.Load() {
+		why = errOverdue
+	} else {
+		look()
+	}
 	for _, t := range pending {
-		end(t, errEndUnseen)
+		end(t, why)
 	}
 }
 

@@ -72,10 +72,11 @@ func (e *environment) prestop(ctx context.Context, at where, name string) error 
 		cancel(fmt.Errorf("%s is not answering within %s", b.client.Path(), beginTimeout))
 	})
 	defer begun.Stop()
-	tail, err := openTail(ctx, b.client)
+	tail, giveUp, err := openTail(ctx, b.client)
 	if err != nil {
 		return fmt.Errorf("%s is not drained: %w", b.Name, err)
 	}
+	defer giveUp()
 	defer tail.Close()
 	t := &target{located: b}
 	request := api.DrainRequest{Cause: drain.CausePrestop, Reason: "stop hook"}
@@ -92,34 +93,14 @@ func (e *environment) prestop(ctx context.Context, at where, name string) error 
 	}
 	begin := t.drain
 	go func() {
-		waitDeadline(ctx, b.client, begin)
+		waitDeadlines(ctx, b.client, 0, begin)
 		cancel(errDeadline)
 	}()
-	awaitEnds(ctx, tail, []*target{t}, e.newProgress())
+	awaitEnds(ctx, tail, giveUp, []*target{t}, e.newProgress())
 	if ctx.Err() != nil && t.err != nil {
 		return fmt.Errorf("%s has not ended its drain: %w", b.Name, context.Cause(ctx))
 	}
 	return t.err
-}
-
-// waitDeadline waits until the deadline of a drain is over, which an operator may have moved.
-func waitDeadline(ctx context.Context, c *api.Client, d api.Drain) {
-	for at := d.Deadline; ; {
-		over := time.NewTimer(time.Until(at))
-		select {
-		case <-over.C:
-		case <-ctx.Done():
-			over.Stop()
-			return
-		}
-		ask, cancel := context.WithTimeout(ctx, time.Second)
-		now, err := c.DrainByID(ask, d.ID)
-		cancel()
-		if err != nil || !now.Deadline.After(at) {
-			return
-		}
-		at = now.Deadline
-	}
 }
 
 // ownBackend is the backend of that name, wherever it is served, or, without one, the backend that the node agent says this
