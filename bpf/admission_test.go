@@ -7,6 +7,9 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"path/filepath"
+	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -534,5 +537,36 @@ func TestG6_DeadNamespaceLeavesNoPin(t *testing.T) {
 	eventually(t, "the pin of the dead namespace to go", func() bool {
 		attach(t, h, live)
 		return pins(t, h, "netns") == 1
+	})
+}
+
+// Reading a namespace's id leaves no thread in it: the first thread of a process never ends, and would keep the namespace
+// of a pod that is gone.
+func TestG6_NoThreadStaysInANamespace(t *testing.T) {
+	ns := netnstest.New(t)
+	var in unix.Stat_t
+	if err := unix.Fstat(ns.Fd(), &in); err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			for range 50 {
+				if _, err := NetNSID(ns.Fd()); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	eventually(t, "every thread to be elsewhere", func() bool {
+		tasks, err := filepath.Glob("/proc/self/task/*/ns/net")
+		if err != nil || len(tasks) == 0 {
+			t.Fatalf("list threads: %v", err)
+		}
+		return !slices.ContainsFunc(tasks, func(path string) bool {
+			var st unix.Stat_t
+			return unix.Stat(path, &st) == nil && st.Ino == in.Ino
+		})
 	})
 }

@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"runtime"
 	"strconv"
 	"sync"
 	"time"
@@ -16,6 +15,8 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
+
+	"github.com/ebbproxy/ebb/internal/netns"
 )
 
 // NetNS is a network namespace in which admission works.
@@ -44,37 +45,7 @@ func NetNSID(fd int) (uint64, error) {
 	if netnsByInode() {
 		return st.Ino, nil
 	}
-	type result struct {
-		id  uint64
-		err error
-	}
-	done := make(chan result)
-	go func() {
-		// The thread is not unlocked: it ends with its goroutine, in whatever namespace it is.
-		runtime.LockOSThread()
-		var r result
-		var own unix.Stat_t
-		if unix.Stat("/proc/thread-self/ns/net", &own) != nil || own.Ino != st.Ino || own.Dev != st.Dev {
-			if r.err = unix.Setns(fd, unix.CLONE_NEWNET); r.err != nil {
-				r.err = fmt.Errorf("enter network namespace: %w", r.err)
-				done <- r
-				return
-			}
-		}
-		r.id, r.err = threadNetNSCookie()
-		done <- r
-	}()
-	r := <-done
-	return r.id, r.err
-}
-
-func threadNetNSCookie() (uint64, error) {
-	s, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return 0, fmt.Errorf("read network namespace cookie: %w", err)
-	}
-	defer unix.Close(s)
-	id, err := unix.GetsockoptUint64(s, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+	id, err := netns.Cookie(fd)
 	if err != nil {
 		return 0, fmt.Errorf("read network namespace cookie: %w", err)
 	}

@@ -8,7 +8,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"runtime"
 	"strconv"
 	"strings"
 	"unsafe"
@@ -17,6 +16,8 @@ import (
 	"github.com/cilium/ebpf/link"
 	"github.com/cilium/ebpf/rlimit"
 	"golang.org/x/sys/unix"
+
+	"github.com/ebbproxy/ebb/internal/netns"
 )
 
 // Feature is what this kernel and host can do for Ebb.
@@ -98,36 +99,23 @@ func probeAdmission(h *Host) Feature {
 	prog, err := h.loadAdmission(0)
 	if err == nil {
 		defer prog.Close()
-		err = inEmptyNetNS(func(fd int) error {
-			l, err := link.AttachNetNs(fd, prog)
-			if err != nil {
-				return err
-			}
-			return l.Close()
-		})
+		err = inEmptyNetNS(prog)
 	}
 	return feature("admission", "sk_lookup: new connections can be turned away and steered",
 		"new connections cannot be closed off: drains use on_new: admit. It needs Linux 5.9, and CAP_NET_ADMIN", err)
 }
 
-// inEmptyNetNS runs f with a fresh network namespace, on a thread that ends with it.
-func inEmptyNetNS(f func(fd int) error) error {
-	done := make(chan error)
-	go func() {
-		runtime.LockOSThread()
-		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-			done <- fmt.Errorf("create network namespace: %w", err)
-			return
-		}
-		ns, err := os.Open("/proc/thread-self/ns/net")
-		if err != nil {
-			done <- err
-			return
-		}
-		err = f(int(ns.Fd()))
-		done <- errors.Join(err, ns.Close())
-	}()
-	return <-done
+func inEmptyNetNS(prog *ebpf.Program) error {
+	ns, err := netns.New()
+	if err != nil {
+		return err
+	}
+	defer ns.Close()
+	l, err := link.AttachNetNs(int(ns.Fd()), prog)
+	if err != nil {
+		return err
+	}
+	return l.Close()
 }
 
 func probeState(h *Host) Feature {
