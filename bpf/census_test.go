@@ -280,7 +280,7 @@ func TestCgroupsThatComeLater(t *testing.T) {
 
 	p, addr = start(t, ns, "listen", "tcp4", "127.0.0.1:4520")
 	dial(t, ns, addr)
-	if err := os.WriteFile(filepath.Join(outer, "cgroup.procs"), []byte(fmt.Sprint(p.Process.Pid)), 0); err != nil {
+	if err := os.WriteFile(filepath.Join(outer, "cgroup.procs"), fmt.Append(nil, p.Process.Pid), 0); err != nil {
 		t.Fatal(err)
 	}
 	if b, _ := backendOf(t, h, addr); b != 0 {
