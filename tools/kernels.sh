@@ -17,7 +17,9 @@ cache=${EBB_KERNEL_CACHE:-$HOME/.cache/ebb-kernels}
 limit=${EBB_KERNEL_TIME:-600}
 accel=${EBB_KERNEL_ACCEL:-tcg,thread=multi}
 # The tests of these packages need no program beside the shell's; they run with -test.short.
-packages=(./bpf ./internal/netns)
+packages=(./bpf ./internal/netns ./internal/e2e)
+# Of some only what needs no server but Go's and is not measured in minutes here.
+declare -A patterns=([./internal/e2e]='^TestC1_LateConnectionsOnThisKernel$')
 # In the order of loading; what a kernel has built in or does not have is left out.
 modules=(inet_diag tcp_diag udp_diag unix_diag mptcp_diag veth sch_ingress cls_bpf)
 
@@ -102,7 +104,7 @@ pack() {
 	local dir=$1 out=$2 root=$3 n=0 file base
 	mkdir -p "$root"/{bin,dev,modules,proc,sys,tmp,run}
 	cp "$build/kernelinit" "$root/init"
-	cp "$dir/busybox" "$root/bin/busybox"
+	cp "$dir/busybox" "$build/ebb" "$root/bin/"
 	cp -r "$build/tests" "$root/tests"
 	while read -r file; do
 		base=$(printf '%03d-%s' "$n" "$(basename "$file")")
@@ -128,7 +130,11 @@ for package in "${packages[@]}"; do
 	if [[ -d $package/testdata ]]; then
 		cp -r "$package/testdata" "$build/tests/$name/"
 	fi
+	if [[ -n ${patterns[$package]:-} ]]; then
+		echo "${patterns[$package]}" >"$build/tests/$name/run"
+	fi
 done
+CGO_ENABLED=0 "$go" build -o "$build/ebb" ./cmd/ebb
 
 status=0
 for version in "$@"; do
@@ -143,7 +149,7 @@ for version in "$@"; do
 	begin=$SECONDS
 	timeout "$limit" qemu-system-x86_64 -M q35 -accel "$accel" -cpu max -smp 2 -m 1536 -nodefaults -no-user-config \
 		-display none -serial stdio -no-reboot -kernel "$dir/vmlinuz" -initrd "$build/initramfs-$version.gz" \
-		-append "console=ttyS0 panic=-1 quiet loglevel=5 ${EBB_KERNEL_RUN:+ebb.run=$EBB_KERNEL_RUN}" \
+		-append "console=ttyS0 panic=-1 quiet loglevel=5 ${EBB_KERNEL_RUN:+ebb_run=$EBB_KERNEL_RUN}" \
 		</dev/null 2>&1 | tr -d '\r' >"$log" || echo "kernels: qemu ended early: the limit is $limit s" >>"$log"
 	# A test binary that never ran must not pass unseen.
 	failed=false

@@ -2,7 +2,8 @@
 
 // Command kernelinit is the first process of a virtual machine that exists to run tests: it mounts what
 // they need, loads the modules under /modules in the order of their names, runs every /tests/…/test and
-// powers off. Its standard output is the console.
+// powers off. A file named run beside a test is the pattern of what to run of it; /bin/ebb is what is
+// tested where a test needs the program itself. Its standard output is the console.
 package main
 
 import (
@@ -64,7 +65,7 @@ func run() error {
 			return fmt.Errorf("set %s: %w", set.path, err)
 		}
 	}
-	env := append(os.Environ(), "PATH=/bin", "HOME=/tmp", "TMPDIR=/tmp", "CI=true")
+	env := append(os.Environ(), "PATH=/bin", "HOME=/tmp", "TMPDIR=/tmp", "CI=true", "EBB_BIN=/bin/ebb")
 	for _, c := range []string{"/bin/busybox --install -s /bin", "/bin/ip link set lo up"} {
 		argv := strings.Fields(c)
 		out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
@@ -116,11 +117,12 @@ func findTests() ([]string, error) {
 func runTest(path string, env []string) {
 	name := strings.TrimPrefix(filepath.Dir(path), "/tests/")
 	args := []string{"-test.v", "-test.short", "-test.timeout=9m"}
-	// The kernel hands on what it does not know itself, with dots, as an argument or a variable.
-	for _, a := range slices.Concat(os.Args[1:], os.Environ()) {
-		if pattern, ok := strings.CutPrefix(a, "ebb.run="); ok {
-			args = append(args, "-test.run="+pattern)
-		}
+	if pattern, err := os.ReadFile(filepath.Join(filepath.Dir(path), "run")); err == nil {
+		args = append(args, "-test.run="+strings.TrimSpace(string(pattern)))
+	}
+	// The kernel hands on what it does not know itself as a variable; what has a dot it takes for a module's.
+	if pattern := os.Getenv("ebb_run"); pattern != "" {
+		args = append(args, "-test.run="+pattern)
 	}
 	begin := time.Now()
 	c := exec.Command(path, args...)
