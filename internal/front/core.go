@@ -304,9 +304,10 @@ func (s *session) metrics(ctx context.Context) (page, error) {
 	if err != nil {
 		return page{}, err
 	}
+	req.Header.Set("Accept-Encoding", "gzip")
 	w := &rendered{header: http.Header{}}
 	s.o.Metrics.ServeHTTP(w, req)
-	return page{max(w.status, http.StatusOK), w.header.Get("Content-Type"), w.body.String()}, nil
+	return page{max(w.status, http.StatusOK), w.header.Get("Content-Type"), w.header.Get("Content-Encoding"), w.body.Bytes()}, nil
 }
 
 // rendered is an http.ResponseWriter in memory.

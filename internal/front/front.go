@@ -3,6 +3,8 @@
 package front
 
 import (
+	"bytes"
+	"compress/gzip"
 	"context"
 	"errors"
 	"fmt"
@@ -12,6 +14,7 @@ import (
 	"net/http"
 	"os"
 	"os/signal"
+	"strings"
 	"sync"
 	"time"
 
@@ -304,7 +307,18 @@ func (c *client) metrics(w http.ResponseWriter, req *http.Request) {
 		http.Error(w, err.Error(), http.StatusServiceUnavailable)
 		return
 	}
+	var body io.Reader = bytes.NewReader(p.Body)
+	switch {
+	case p.Encoding == "":
+	case strings.Contains(req.Header.Get("Accept-Encoding"), p.Encoding):
+		w.Header().Set("Content-Encoding", p.Encoding)
+	default:
+		if body, err = gzip.NewReader(body); err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+	}
 	w.Header().Set("Content-Type", p.Type)
 	w.WriteHeader(p.Status)
-	_, _ = io.WriteString(w, p.Body) // the reader may have gone
+	_, _ = io.Copy(w, body) // the reader may have gone
 }

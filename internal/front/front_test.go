@@ -4,6 +4,7 @@ package front
 
 import (
 	"bufio"
+	"compress/gzip"
 	"context"
 	"encoding/json"
 	"errors"
@@ -102,9 +103,15 @@ func serve(t *testing.T, change func(*Options)) *served {
 		Source: s.src, Log: s.log,
 		Entrances: []Entrance{{Kind: Operators, Listener: ln}, {Kind: Probes, Listener: probes}},
 		Owns:      func(_ context.Context, pid int) (string, bool) { return "web", pid == os.Getpid() },
-		Metrics: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		Metrics: http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 			w.Header().Set("Content-Type", "text/plain; version=0.0.4")
-			_, _ = io.WriteString(w, "ebb_up 1\n")
+			if req.Header.Get("Accept-Encoding") != "gzip" {
+				t.Error("the core does not ask for a compressed page")
+			}
+			w.Header().Set("Content-Encoding", "gzip")
+			z := gzip.NewWriter(w)
+			_, _ = io.WriteString(z, "ebb_up 1\n")
+			z.Close()
 		}),
 		Audit: func(a api.Audit) {
 			s.mu.Lock()
@@ -346,6 +353,17 @@ func TestTheAPIThroughAFront(t *testing.T) {
 	want := "[cut 0 true 409 true drain 0 true 200 false extend 0 true 200 false undrain 0 true 200 false]"
 	if fmt.Sprint(actions) != want {
 		t.Errorf("audited %v, want %s", actions, want)
+	}
+	plain := &http.Client{Transport: &http.Transport{DisableCompression: true, DisableKeepAlives: true}}
+	for _, c := range []*http.Client{http.DefaultClient, plain} {
+		resp, err := c.Get("http://" + s.probes + "/metrics")
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+		if compressed := c != plain; resp.Uncompressed != compressed || resp.Header.Get("Content-Encoding") != "" {
+			t.Errorf("to one who takes compressed pages (%v): %v", compressed, resp.Header)
+		}
 	}
 	for path, want := range map[string]string{"/metrics": "ebb_up 1\n", "/livez": "{\"status\":\"ok\"}\n"} {
 		resp, err := http.Get("http://" + s.probes + path)

@@ -113,11 +113,12 @@ type entrance struct {
 	GID  int  `json:"gid"`
 }
 
-// page is the core's GET /metrics.
+// page is the core's GET /metrics: of many backends a few megabytes, and compressed a few percent of that.
 type page struct {
-	Status int    `json:"status"`
-	Type   string `json:"type"`
-	Body   string `json:"body"`
+	Status   int    `json:"status"`
+	Type     string `json:"type"`
+	Encoding string `json:"encoding"` // gzip, or empty
+	Body     []byte `json:"body"`
 }
 
 // failure is an error that keeps its sentinel across processes.
