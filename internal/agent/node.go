@@ -155,6 +155,11 @@ func (n *node) tell(states ...string) {
 	}
 }
 
+// ready tells systemd that the agent is at work, and what on.
+func (n *node) ready() {
+	n.tell(systemd.Ready, systemd.Status(fmt.Sprintf("%d backends", len(n.roster()()))))
+}
+
 func (n *node) conf() *config.Config {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -216,7 +221,7 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 	for _, why := range n.watcher.Degraded() {
 		n.emit(drain.Event{Type: EventDegraded, Message: why})
 	}
-	n.tell(systemd.Ready, systemd.Status(fmt.Sprintf("%d backends", len(n.roster()()))))
+	n.ready()
 
 	err = n.loop(sigs)
 
@@ -311,7 +316,7 @@ func (n *node) loop(sigs <-chan os.Signal) error {
 			n.tell(systemd.Reloading)
 			n.reload()
 			n.look()
-			n.tell(systemd.Ready)
+			n.ready()
 		case <-n.ctx.Done():
 			return nil
 		}
