@@ -43,6 +43,10 @@ test: build ## run the tests, as root all of them
 	$(GO) test $(testflags) -json ./... | (cd tools && $(GO) run ./testsum -last ../bin/tests.txt)
 	cd tools && $(GO) test $(testflags) ./...
 
+chaos: build ## kill, stop and replace agents at random under load (root; DURATION=60s SEED=…)
+	@$(setup) test mounts
+	EBB_CHAOS=$(or $(DURATION),60s) EBB_SEED=$(SEED) $(GO) test -race -timeout 0 -count 1 -v -run 'TestD3_Chaos' ./internal/e2e
+
 full: build ## run the long versions of the tests (root) and keep their results under docs/results
 	@$(setup) test mounts
 	@mkdir -p docs/results

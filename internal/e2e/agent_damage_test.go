@@ -6,7 +6,9 @@ import (
 	"context"
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -241,7 +243,7 @@ func TestD13_NoRoomForTheJournal(t *testing.T) {
 	holdOpen(t, n.ns, addr)
 	got := n.drains("web", refused)
 	d.kill9()
-	d = n.agent()
+	n.agent()
 	v := n.view("web")
 	if v.Drain == nil || v.Drain.ID != got.ID || !v.Drain.Running() || v.Gen != b.Gen || v.PID != next.Process.Pid {
 		t.Errorf("got generation %d, process %d, drain %+v; want %d, %d and %s", v.Gen, v.PID, v.Drain, b.Gen, next.Process.Pid, got.ID)
@@ -306,7 +308,7 @@ func TestD4_PinsAreMountedAnew(t *testing.T) {
 	}
 	n.awaitView("web", "unknown", func(b api.Backend) bool { return !b.CountsKnown && b.InFlight == nil })
 	d.stop()
-	d = n.agent()
+	n.agent()
 	n.awaitView("web", "seven again", func(b api.Backend) bool {
 		if b.CountsKnown && value(b.Counts.Open) != 7 {
 			t.Fatalf("%d are counted", value(b.Counts.Open))
@@ -507,4 +509,118 @@ func TestD14_UndrainThroughAnAgent(t *testing.T) {
 	if ends != 1 {
 		t.Errorf("the drain has %d ends, want one", ends)
 	}
+}
+
+// nextLayout builds the binary under test with another name for its layout.
+func nextLayout(t *testing.T) string {
+	t.Helper()
+	next := filepath.Join(t.TempDir(), "ebb")
+	args := []string{"build", "-ldflags", "-X github.com/ebbproxy/ebb/bpf.layoutName=v2", "-o", next}
+	if os.Getenv("EBB_BIN") == "" {
+		args = append(args, "-race") // what was built for that serves again
+	}
+	if out, err := exec.Command("go", append(args, "github.com/ebbproxy/ebb/cmd/ebb")...).CombinedOutput(); err != nil {
+		t.Fatalf("build another version: %v\n%s", err, out)
+	}
+	return next
+}
+
+// layouts are the installations on the host.
+func (h *host) layouts() (names []string) {
+	h.t.Helper()
+	entries, err := os.ReadDir(h.bpffs)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	return names
+}
+
+// Agents and runs of a version with another layout take over, up and down again, in the middle of a drain: counts, deadlines
+// and admissions are what they were, and what nobody uses is removed.
+func TestD12_AnotherLayoutTakesOver(t *testing.T) {
+	versions := []string{ebbBin, nextLayout(t)}
+	t.Run("agent", func(t *testing.T) {
+		n := newNode(t, "")
+		const open, closed, front = "127.0.0.1:8080", "127.0.0.1:8081", "127.0.0.1:8000"
+		n.set(agentBudget + "services:\n" + service("open", n.ns, 8080, `listen: ["`+front+`"]`) + service("closed", n.ns, 8081))
+		program(t, n.ns, goServer(t, open)...)
+		program(t, n.ns, goServer(t, closed)...)
+		d := n.agent()
+		n.ready("open")
+		n.ready("closed")
+		eventually(t, "the service is steered", func() bool { served, _ := n.serves(front); return served })
+		var held []*httpConn
+		for range 5 {
+			held = append(held, holdOpen(t, n.ns, closed))
+			holdOpen(t, n.ns, open)
+		}
+		before := n.drains("closed", refused)
+		w := n.watchAdmissions(open, closed)
+		for i, bin := range []string{versions[1], versions[0], versions[1]} {
+			if i == 1 {
+				d.kill9()
+			} else {
+				d.stop()
+			}
+			n.bin = bin
+			d = n.agent()
+			b := n.awaitView("closed", "five in flight", func(b api.Backend) bool {
+				if got := value(b.Counts.Open); b.CountsKnown && got != 5 {
+					t.Fatalf("%d are counted while 5 are open", got)
+				}
+				return b.CountsKnown
+			})
+			if b.Drain == nil || b.Drain.ID != before.ID || !b.Drain.Running() {
+				t.Errorf("got drain %+v, want %s to go on", b.Drain, before.ID)
+			}
+			n.awaitView("open", "five open", func(b api.Backend) bool { return b.Ready && b.CountsKnown && value(b.Counts.Open) >= 5 })
+			n.mustServe(front)
+			want := []string{map[string]string{versions[0]: "v1", versions[1]: "v2"}[bin]}
+			eventually(t, "only its installation is left", func() bool { return slices.Equal(n.layouts(), want) })
+		}
+		w.end()
+		for _, c := range held {
+			c.Close()
+		}
+		if e := d.ended(before.ID); e.Outcome != drain.OutcomeDrained {
+			t.Errorf("the drain ended %s, want drained", e.Outcome)
+		}
+	})
+	t.Run("run", func(t *testing.T) {
+		h := newHost(t)
+		const addr = "127.0.0.1:8080"
+		argv := goServer(t, addr)
+		r := h.run("d12", wideBudget, argv...)
+		pid := r.child()
+		endAfter(t, pid)
+		var held []*httpConn
+		for range 5 {
+			held = append(held, holdOpen(t, h.ns, addr))
+		}
+		before := r.must("drain", refusing)
+		r.kill9()
+		h.bin = versions[1]
+		r = h.start("d12", wideBudget, argv...)
+		r.adopted(pid)
+		b := r.awaitCounts("five in flight", func(b api.Backend) bool {
+			if got := value(b.InFlight); b.CountsKnown && got != 5 {
+				t.Fatalf("%d in flight while 5 are open", got)
+			}
+			return b.CountsKnown
+		})
+		if b.Drain == nil || b.Drain.ID != before.ID {
+			t.Errorf("got drain %+v, want %s to go on", b.Drain, before.ID)
+		}
+		h.mustRefuse(addr)
+		for _, c := range held {
+			c.Close()
+		}
+		r.drainedAtZero()
+		if pins := h.pinsOf(); len(pins) > 0 {
+			t.Errorf("left behind: %q", pins)
+		}
+	})
 }

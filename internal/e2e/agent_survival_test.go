@@ -216,9 +216,8 @@ func TestD7_UpgradesUnderLoad(t *testing.T) {
 	flow(twos)
 }
 
-// What was counted and what was set at run time outlive a kill of the agent: 100 connections, a drain's policy and its
-// extended deadline.
-func TestC24_C47_KilledWith100Connections(t *testing.T) {
+// A hundred connections are counted after a kill of the agent, and later none.
+func TestC24_TheAgentIsKilledWith100Connections(t *testing.T) {
 	t.Parallel()
 	n := newNode(t, "")
 	const addr = "127.0.0.1:8080"
@@ -235,8 +234,25 @@ func TestC24_C47_KilledWith100Connections(t *testing.T) {
 	}
 	n.awaitView("web", "100", all)
 	d.kill9()
-	d = n.begin()
+	n.begin()
 	n.awaitView("web", "100 after a restart", all)
+	for _, c := range open {
+		c.Close()
+	}
+	n.awaitView("web", "none later", func(b api.Backend) bool { return b.CountsKnown && value(b.Counts.Open) == 0 })
+}
+
+// What was set at run time outlives a kill of the agent: a drain's policy and its extended deadline.
+func TestC47_WhatWasSetOutlivesTheAgent(t *testing.T) {
+	t.Parallel()
+	n := newNode(t, "")
+	const addr = "127.0.0.1:8080"
+	n.set(agentBudget + "services:\n" + service("web", n.ns, 8080))
+	program(t, n.ns, goServer(t, addr)...)
+	d := n.agent()
+	n.ready("web")
+	open := []*httpConn{holdOpen(t, n.ns, addr)}
+	all := func(b api.Backend) bool { return b.CountsKnown && value(b.InFlight) == 1 }
 	before := n.drains("web", api.DrainRequest{OnNew: drain.OnNewRefuse, OnDeadline: drain.OnDeadlineLeave, Reason: "for the test"})
 	extended, stderr, code := n.ebb("extend", "web", "--by", "30s")
 	if code != 0 {
@@ -244,7 +260,7 @@ func TestC24_C47_KilledWith100Connections(t *testing.T) {
 	}
 	d.kill9()
 	d = n.begin()
-	b := n.awaitView("web", "100 after another restart", all)
+	b := n.awaitView("web", "one in flight after a restart", all)
 	got := b.Drain
 	if got == nil || got.ID != before.ID || got.Policy.OnNew != drain.OnNewRefuse || got.Policy.OnDeadline != drain.OnDeadlineLeave || got.Reason != "for the test" {
 		t.Fatalf("got drain %+v, want all of %+v", got, before)
@@ -372,7 +388,7 @@ func TestG1_RestartedWithoutAnAgentIsServed(t *testing.T) {
 
 // An agent is killed at random moments around the beginning of a drain. Whatever was answered holds afterwards; and what
 // was not answered has either begun in full or not at all.
-func TestD13_R3_KilledAroundTheFlip(t *testing.T) {
+func TestD13_KilledAroundTheFlip(t *testing.T) {
 	t.Parallel()
 	n := newNode(t, "")
 	const addr = "127.0.0.1:8080"

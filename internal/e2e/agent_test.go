@@ -107,7 +107,7 @@ func (n *node) begin(flags ...string) *daemon {
 func (n *node) beginUnder(under []string, flags ...string) *daemon {
 	n.t.Helper()
 	d := &daemon{n: n, done: make(chan struct{}), wake: make(chan struct{})}
-	argv := append(append(under[:len(under):len(under)], ebbBin, "agent", "--config", n.config), flags...)
+	argv := append(append(under[:len(under):len(under)], n.bin, "agent", "--config", n.config), flags...)
 	d.cmd = n.ns.Command(n.t, argv[0], argv[1:]...)
 	d.cmd.Cmd.Env = n.env
 	stderr, w, err := os.Pipe()

@@ -81,6 +81,7 @@ type host struct {
 	bpffs  string // the directory that ebb pins in
 	runDir string
 	env    []string
+	bin    string     // ebb; another version's where a test sets it
 	files  []*os.File // handed down to `ebb run` from descriptor 3 on, as a service manager does
 }
 
@@ -92,7 +93,7 @@ func newHost(t *testing.T) *host {
 
 func hostIn(t *testing.T, ns *netnstest.NS) *host {
 	t.Helper()
-	h := &host{t: t, ns: ns, bpffs: filepath.Join(netnstest.BPFFS(t), "ebb"), runDir: t.TempDir()}
+	h := &host{t: t, ns: ns, bpffs: filepath.Join(netnstest.BPFFS(t), "ebb"), runDir: t.TempDir(), bin: ebbBin}
 	if len(h.runDir) > 60 { // a socket's path has 107 bytes
 		short, err := os.MkdirTemp("", "e")
 		if err != nil {
@@ -108,7 +109,7 @@ func hostIn(t *testing.T, ns *netnstest.NS) *host {
 // ebb runs a command to its end.
 func (h *host) ebb(args ...string) (stdout, stderr string, code int) {
 	h.t.Helper()
-	cmd := h.ns.Command(h.t, ebbBin, args...)
+	cmd := h.ns.Command(h.t, h.bin, args...)
 	var out, errs bytes.Buffer
 	cmd.Cmd.Env, cmd.Cmd.Stdout, cmd.Cmd.Stderr = h.env, &out, &errs
 	err := cmd.Run()
@@ -146,7 +147,7 @@ func (h *host) startWith(prepare func(*exec.Cmd), name string, flags []string, a
 	r := &supervised{h: h, name: name, done: make(chan struct{}), wake: make(chan struct{}), report: filepath.Join(h.t.TempDir(), "report"), stdout: filepath.Join(h.t.TempDir(), "stdout")}
 	args := append([]string{"run", "--name", name, "--report", r.report}, flags...)
 	args = append(append(args, "--"), argv...)
-	r.cmd = h.ns.Command(h.t, ebbBin, args...)
+	r.cmd = h.ns.Command(h.t, h.bin, args...)
 	r.cmd.Cmd.Env, r.cmd.Cmd.ExtraFiles = h.env, h.files
 	// Files, not pipes of ours: CMD shares them, and an orphan of it may hold them open long after ebb has gone.
 	stdout, err := os.Create(r.stdout)
