@@ -244,12 +244,19 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 func (n *node) settle() {
 	late := time.NewTimer(startFor)
 	defer late.Stop()
+	renew := time.NewTicker(lease.RenewEvery)
+	defer renew.Stop()
 	n.mu.Lock()
 	seats := slices.Clone(n.seats)
 	n.mu.Unlock()
-	for _, s := range seats {
+	for len(seats) > 0 {
 		select {
-		case <-s.looked:
+		case <-seats[0].looked:
+			seats = seats[1:]
+		case <-renew.C: // a start that takes its time is no owner that hangs
+			if err := n.lease.Renew(); err != nil {
+				n.log.Error("renew the lease while starting", "err", err)
+			}
 		case <-late.C:
 			return
 		case <-n.ctx.Done():
