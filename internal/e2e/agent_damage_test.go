@@ -3,8 +3,11 @@
 package e2e
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
+	"hash/crc32"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -184,6 +187,35 @@ func TestD13_AnAgentsJournal(t *testing.T) {
 			t.Errorf("got drain %s of generation %d after %s", again.ID, again.Gen, before.ID)
 		}
 		n.mustRefuse(addr)
+	})
+	t.Run("another boot's", func(t *testing.T) {
+		t.Parallel()
+		n, before := begun(t)
+		boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+		if err != nil {
+			t.Fatal(err)
+		}
+		change(t, n.journal("web"), func(b []byte) []byte {
+			var out []byte
+			for line := range bytes.Lines(b) {
+				_, body, _ := bytes.Cut(bytes.TrimSpace(line), []byte(" "))
+				body = bytes.ReplaceAll(body, bytes.TrimSpace(boot), []byte("00000000-0000-0000-0000-000000000000"))
+				out = fmt.Appendf(out, "%08x %s\n", crc32.ChecksumIEEE(body), body)
+			}
+			return out
+		})
+		d := n.agent()
+		if e := d.ended(before.ID); e.Outcome != drain.OutcomeLost {
+			t.Errorf("the drain ended %s, want lost", e.Outcome)
+		}
+		n.awaitView("web", "it serves under a new generation", func(b api.Backend) bool { return b.Ready && b.Gen > before.Gen })
+		n.mustServe(addr)
+		d.kill9()
+		d = n.agent()
+		n.ready("web")
+		if ends := d.all(drain.EventEnd); len(ends) > 0 {
+			t.Errorf("the drain ended again: %+v", ends)
+		}
 	})
 	t.Run("newer", func(t *testing.T) {
 		t.Parallel()

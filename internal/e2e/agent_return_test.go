@@ -30,7 +30,7 @@ func TestG1_TheNextProcessIsServedWhereTheOwnerWasKilled(t *testing.T) {
 	d.ended(n.drains("one", api.DrainRequest{}).ID)
 	_ = p.Wait() // its stop signal ends it
 	d.kill9()
-	d = n.agent()
+	n.agent()
 	n.awaitView("one", "without a process", func(b api.Backend) bool { return !b.Ready && b.PID == 0 })
 	program(t, n.ns, goServer(t, one)...)
 	n.ready("one")
