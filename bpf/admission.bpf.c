@@ -138,6 +138,7 @@ int admission(struct bpf_sk_lookup *ctx)
 	struct backend *b;
 	struct alive *l;
 	__u32 zero = 0, *control_word;
+	bool enforced;
 	__u64 id;
 
 	if (ctx->protocol != IPPROTO_TCP)
@@ -148,17 +149,18 @@ int admission(struct bpf_sk_lookup *ctx)
 	if (a->flags & ADMISSION_PASS)
 		return SK_PASS; /* another process's listener under somebody's wildcard */
 	control_word = bpf_map_lookup_elem(&control, &zero);
-	if (!control_word || *control_word == 0)
-		return SK_PASS; /* the kill switch */
+	enforced = control_word && *control_word != 0; /* else the kill switch: all are open */
 	id = a->backend;
 	b = bpf_map_lookup_elem(&backends, &id);
 	if (!b || b->mode != MODE_ENFORCE)
 		return SK_PASS;
 	if (b->action == ACTION_OPEN) {
 		if (!(b->flags & BACKEND_STANDBY))
-			assign(ctx, a);
+			assign(ctx, a); /* a service's address, on which nobody else may listen */
 		return SK_PASS;
 	}
+	if (!enforced)
+		return SK_PASS;
 	if (bpf_ktime_get_boot_ns() >= b->until)
 		return SK_PASS; /* no closed admission outlives its drain */
 	if (bypasses(ctx, b))

@@ -92,6 +92,28 @@ func (s *service) arrivals(t *testing.T) (b, g uint64) {
 	return sum(t, s.h, blue).Total, sum(t, s.h, green).Total
 }
 
+// The kill switch opens what is closed. A service's address is not: nobody else listens there, so that it goes on to be
+// steered.
+func TestG2_KillSwitchLeavesServiceAddresses(t *testing.T) {
+	s := newService(t, "127.0.0.1:4661", "127.0.0.1:4662", "127.0.0.1:4660")
+	for _, ln := range s.ln {
+		go answer(ln)
+	}
+	s.steer(t, 1, 1)
+	setRule(t, s.h, blue, BackendRule{Action: ActionRefuse, Enforce: true, Gen: 1, Until: BootNow() + time.Minute})
+	if !refused(s.ns, "127.0.0.1:4661") {
+		t.Fatal("a closed backend is served")
+	}
+	if _, err := SetControl(s.h.opts, false); err != nil {
+		t.Fatal(err)
+	}
+	for _, addr := range []string{"127.0.0.1:4660", "127.0.0.1:4661"} {
+		if refused(s.ns, addr) {
+			t.Errorf("%s is refused with the kill switch on", addr)
+		}
+	}
+}
+
 // A service address is nobody's: what comes there goes to the listeners of the ready backends, and counts for the one
 // that took it. A backend that leaves is left out by one write, its own refusal stops nothing of what goes elsewhere,
 // and a connection that exists stays where it is.
