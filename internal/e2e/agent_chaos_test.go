@@ -72,9 +72,11 @@ type chaos struct {
 	begun    map[string]bool
 	did      []string
 
-	stop   chan struct{}
-	wg     sync.WaitGroup
-	probes atomic.Int64
+	stop    chan struct{}
+	wg      sync.WaitGroup
+	probes  atomic.Int64
+	visits  atomic.Int64 // to the service
+	crashes atomic.Int64 // odd while a server is being killed
 }
 
 func (c *chaos) note(format string, a ...any) {
@@ -123,6 +125,7 @@ func TestD3_Chaos(t *testing.T) {
 		b.start()
 		c.wg.Go(b.probe)
 	}
+	c.wg.Go(c.visit)
 	defer func() {
 		close(c.stop)
 		for _, b := range c.backends {
@@ -143,7 +146,7 @@ func TestD3_Chaos(t *testing.T) {
 		}
 		c.check()
 	}
-	t.Logf("%d rounds of %d steps, %d agents, %d drains of which %d are over, %d new connections looked at", rounds, steps, len(c.all), len(c.begun), len(c.ended), c.probes.Load())
+	t.Logf("%d rounds of %d steps, %d agents, %d drains of which %d are over, %d new connections to backends and %d to a service", rounds, steps, len(c.all), len(c.begun), len(c.ended), c.probes.Load(), c.visits.Load())
 }
 
 // start starts the server.
@@ -198,6 +201,29 @@ func (b *chaotic) probe() {
 	}
 }
 
+// visit makes new connections to the service, of which each is served or refused unless a server is killed meanwhile.
+func (c *chaos) visit() {
+	err := netns.Do(c.ns.Fd(), func() error {
+		for {
+			select {
+			case <-c.stop:
+				return nil
+			case <-time.After(5 * time.Millisecond):
+			}
+			was := c.crashes.Load()
+			x := fire("127.0.0.1:8000", "GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+			c.visits.Add(1)
+			if !x.served && !x.refused && was%2 == 0 && c.crashes.Load() == was {
+				c.fail("a connection to the service was neither served nor refused: %v", x.err)
+				return nil
+			}
+		}
+	})
+	if err != nil {
+		c.fail("enter a namespace: %v", err)
+	}
+}
+
 // connect begins a stream.
 func (b *chaotic) connect() {
 	t := b.c.t
@@ -240,8 +266,10 @@ func (b *chaotic) crash() {
 	for _, s := range b.streams {
 		s.over.Store(true)
 	}
+	b.c.crashes.Add(1)
 	_ = b.p.Process.Kill() // it may have ended by its drain
 	<-b.gone
+	b.c.crashes.Add(1)
 	b.disconnect()
 	b.drain = ""
 	b.start()
