@@ -22,8 +22,7 @@ func newOpenCmd(env *environment) *cobra.Command {
 program reads, and needs neither a running ebb nor a journal. Drains that run go on with unknown counts,
 since new connections may come; --resume lifts it.
 
-A service address of the node agent at which nobody listens is steered and nothing else: while the switch
-is on, new connections to it are refused. Send clients to the backends' own addresses first.`,
+A service address of the node agent at which nobody listens goes on to be steered: nothing else is there.`,
 		Args: exactly(0, ""),
 		RunE: func(_ *cobra.Command, _ []string) error {
 			if all == resume {
