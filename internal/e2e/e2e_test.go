@@ -102,7 +102,7 @@ func hostIn(t *testing.T, ns *netnstest.NS) *host {
 		t.Cleanup(func() { os.RemoveAll(short) })
 		h.runDir = short
 	}
-	h.env = append(os.Environ(), "EBB_BPFFS="+h.bpffs, "EBB_RUN_DIR="+h.runDir)
+	h.env = append(os.Environ(), "EBB_BPFFS="+h.bpffs, "EBB_RUN_DIR="+h.runDir, "EBB_STATE_DIR="+filepath.Join(h.runDir, "state"))
 	return h
 }
 
