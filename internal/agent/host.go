@@ -115,7 +115,7 @@ func cleanupAgent(o HostOptions) (removed []string, owner string, err error) {
 			err = errors.Join(err, rerr)
 		}
 	}
-	dirs := []string{"backends", "services", "lease"}
+	dirs := []string{"backends", "services", "reports", "lease"}
 	if at := filepath.Join(o.StateDir, "lease"); o.StateDir != "" {
 		held, lerr := lease.Acquire(context.Background(), filepath.Join(at, "owner"), lease.Options{})
 		switch {

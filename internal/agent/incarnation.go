@@ -72,6 +72,9 @@ func (m *member) incarnate(ctx context.Context, a arrival) (*incarnation, error)
 			inc.b.late.keep.resume()
 		}
 	}
+	if a.adopted && a.past.openDrain != nil {
+		inc.b.begun() // what came before us is in nobody's numbers any more
+	}
 	o := drain.Options{
 		Backend: m.name, Service: m.service, Gen: a.gen, Mode: a.set.mode, Unguarded: !a.dp.guarded(),
 		World: inc.b, Log: m.log, Boot: bpf.BootNow, Notify: !a.set.notify.IsZero(),

@@ -40,6 +40,9 @@ func (r *runner) follow(ctx context.Context) {
 	}
 }
 
+// keepDrains bounds the ended drains of a backend that are remembered.
+const keepDrains = 10
+
 // account turns an event into metrics.
 func (m *member) account(ctx context.Context, e drain.Event) {
 	switch e.Type {
@@ -73,10 +76,15 @@ func (m *member) keepDrain(d api.Drain, onNew drain.OnNew) {
 	known := slices.ContainsFunc(m.drains, func(o api.Drain) bool { return o.ID == d.ID })
 	if !known {
 		m.drains = append(m.drains, d)
+		m.drains = m.drains[max(0, len(m.drains)-keepDrains):]
 	}
+	ds := slices.Clone(m.drains)
 	m.mu.Unlock()
 	if known {
 		return
+	}
+	if m.remember != nil {
+		m.remember(ds)
 	}
 	m.metrics.DrainEnded(d)
 	if d.Late != nil {

@@ -57,6 +57,7 @@ type member struct {
 	metrics       *metrics.Metrics
 	late          func(*settings, datapath) lateOptions
 	flipped       func(context.Context) error // is backend.flipped
+	remember      func([]api.Drain)           // keeps the ended drains for the next owner; nil: they go with us
 	// addresses are those of the service in a network namespace; nil: nobody steers it.
 	addresses func(netns uint64) []api.ServiceAddress
 	current   atomic.Pointer[incarnation]

@@ -94,7 +94,7 @@ func RunAgent(ctx context.Context, o AgentOptions) error {
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	for _, d := range []string{"backends", "lease", "services"} {
+	for _, d := range []string{"backends", "lease", "services", "reports"} {
 		if err := os.MkdirAll(filepath.Join(o.Config.State.Dir, d), 0o700); err != nil {
 			return fmt.Errorf("make the state directory: %w", err)
 		}

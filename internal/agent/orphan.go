@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -11,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/ebbproxy/ebb/bpf"
+	"github.com/ebbproxy/ebb/internal/api"
 	"github.com/ebbproxy/ebb/internal/config"
 )
 
@@ -43,9 +45,44 @@ func (n *node) orphans(cfg *config.Config) error {
 				n.log.Warn("end a relay", "backend", name, "err", err)
 			}
 		})
+		if err := os.Remove(filepath.Join(cfg.State.Dir, "reports", name+".json")); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			errs = append(errs, err)
+		}
 		n.log.Info("removed what was left of a backend that is configured no more", "backend", name)
 	}
 	return errors.Join(errs...)
+}
+
+// remember keeps the ended drains of a backend in a file, whole or not at all. Losing it costs a report, and no drain.
+func (n *node) remember(backend string, ds []api.Drain) {
+	path := filepath.Join(n.conf().State.Dir, "reports", backend+".json")
+	body, err := json.Marshal(ds)
+	if err == nil {
+		err = os.WriteFile(path+".new", body, 0o600)
+	}
+	if err == nil {
+		err = os.Rename(path+".new", path)
+	}
+	if err != nil {
+		n.log.Warn("keep the report of a drain", "backend", backend, "err", err)
+	}
+}
+
+// recall are the drains that an earlier agent has remembered.
+func (n *node) recall(backend string) (ds []api.Drain) {
+	path := filepath.Join(n.conf().State.Dir, "reports", backend+".json")
+	body, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err == nil {
+		err = json.Unmarshal(body, &ds)
+	}
+	if err != nil {
+		n.log.Warn("read the reports of earlier drains", "path", path, "err", err)
+		return nil
+	}
+	return ds
 }
 
 // recorded are the names of which a file in the state directory tells.

@@ -78,6 +78,7 @@ func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 		},
 		n: n, log: n.log.With("backend", b.Name), match: *b.Match, finds: make(chan find, 1), confs: make(chan *settings, 1), gone: make(chan struct{}), looked: make(chan struct{}), unproven: true,
 	}
+	s.drains, s.remember = n.recall(b.Name), func(ds []api.Drain) { n.remember(b.Name, ds) }
 	s.late = s.lateOptions
 	s.flipped = func(ctx context.Context) error { return n.flipped(ctx, sv.Name) }
 	s.addresses = func(netns uint64) []api.ServiceAddress { return n.addresses(sv.Name, netns) }

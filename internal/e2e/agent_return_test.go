@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
 )
 
@@ -27,11 +28,15 @@ func TestG1_TheNextProcessIsServedWhereTheOwnerWasKilled(t *testing.T) {
 	d := n.agent()
 	n.ready("one")
 	n.ready("two")
-	d.ended(n.drains("one", api.DrainRequest{}).ID)
+	id := n.drains("one", api.DrainRequest{}).ID
+	d.ended(id)
 	_ = p.Wait() // its stop signal ends it
 	d.kill9()
 	n.agent()
 	n.awaitView("one", "without a process", func(b api.Backend) bool { return !b.Ready && b.PID == 0 })
+	if b := n.view("one"); b.Drain == nil || b.Drain.ID != id || b.Drain.Outcome != drain.OutcomeDrained {
+		t.Errorf("the next owner knows of the drain %+v, want %s, drained", b.Drain, id)
+	}
 	program(t, n.ns, goServer(t, one)...)
 	n.ready("one")
 	hold := holdOpen(t, n.ns, one)
