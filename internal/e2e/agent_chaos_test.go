@@ -77,6 +77,7 @@ type chaos struct {
 	probes  atomic.Int64
 	visits  atomic.Int64 // to the service
 	crashes atomic.Int64 // odd while a server is being killed
+	quiet   atomic.Bool  // nobody connects: it is being counted
 }
 
 func (c *chaos) note(format string, a ...any) {
@@ -182,7 +183,7 @@ func (b *chaotic) probe() {
 			case <-time.After(3 * time.Millisecond):
 			}
 			was := b.state.Load()
-			if expectation(was&3) == anything {
+			if expectation(was&3) == anything || b.c.quiet.Load() {
 				continue
 			}
 			x := fire(b.addr(), "GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -211,6 +212,9 @@ func (c *chaos) visit() {
 			case <-time.After(5 * time.Millisecond):
 			}
 			was := c.crashes.Load()
+			if c.quiet.Load() {
+				continue
+			}
 			x := fire("127.0.0.1:8000", "GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
 			c.visits.Add(1)
 			if !x.served && !x.refused && was%2 == 0 && c.crashes.Load() == was {
@@ -474,6 +478,8 @@ func (b *chaotic) check() {
 			b.expect(closed)
 		}
 	}
+	c.quiet.Store(true)
+	defer c.quiet.Store(false)
 	var got, want int64
 	for end := time.Now().Add(patience); ; {
 		before := len(walk(c.t, b.ns, 1<<1|1<<8, uint16(b.port))) // ESTABLISHED, CLOSE_WAIT
