@@ -372,14 +372,15 @@ func TestAgentWithLess(t *testing.T) {
 	for name, tc := range map[string]struct {
 		lacks    []string
 		datapath api.Datapath
+		flags    []string
 	}{
-		"one namespace": {[]string{"sys_admin", "chown", "sys_resource"}, api.DatapathBPF},
-		"no kernel":     {[]string{"sys_admin", "bpf", "perfmon", "net_admin", "chown", "sys_resource"}, api.DatapathNone},
+		"one namespace": {[]string{"sys_admin", "chown", "sys_resource"}, api.DatapathBPF, nil},
+		"no kernel":     {[]string{"sys_admin", "bpf", "perfmon", "net_admin", "chown", "sys_resource"}, api.DatapathNone, []string{"--datapath", "none"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			p := privilegedNode(t)
-			p.d = p.beginUnder(p.lacking(tc.lacks...))
+			p.d = p.beginUnder(p.lacking(tc.lacks...), tc.flags...)
 			p.within = patience
 			p.serves()
 			if b := p.view("alice"); b.Datapath != tc.datapath || b.Guarded != (tc.datapath == api.DatapathBPF) {

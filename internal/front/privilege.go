@@ -60,10 +60,8 @@ func account() (uid, gid uint32) {
 // confine makes sure that this process has no privilege and never gets one, and denies it system calls that it has no use
 // for. denied says whether the kernel could do the latter.
 func confine() (denied bool, err error) {
-	for _, id := range []int{os.Getuid(), os.Geteuid(), os.Getgid(), os.Getegid()} {
-		if id == 0 {
-			return false, errors.New("a front is not root; `ebb front` is started by `ebb agent`")
-		}
+	if slices.Contains([]int{os.Getuid(), os.Geteuid(), os.Getgid(), os.Getegid()}, 0) {
+		return false, errors.New("a front is not root; `ebb front` is started by `ebb agent`")
 	}
 	var caps [2]unix.CapUserData
 	if err := unix.Capget(&unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}, &caps[0]); err != nil {
