@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"runtime"
 	"slices"
@@ -62,6 +63,8 @@ func Confine() error {
 	if !again {
 		return nil
 	}
+	// What whoever started this process has left open is not for what this process starts. Before Linux 5.11 it stays.
+	_ = unix.CloseRange(3, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC)
 	return fmt.Errorf("execute again without privileges that are of no use: %w", syscall.Exec("/proc/self/exe", os.Args, os.Environ()))
 }
 

@@ -281,7 +281,8 @@ func TestAgentPrivileges(t *testing.T) {
 	n := newNode(t, "")
 	n.set(agentBudget + "services:\n" + service("web", n.ns, 8080, "flush: {exec: [/bin/sh, -c, 'grep -E \"^(CapEff|NoNewPrivs)\" /proc/self/status > "+n.state+".hook']}"))
 	program(t, n.ns, goServer(t, "127.0.0.1:8080")...)
-	d := n.agent()
+	d := n.beginUnder([]string{"/bin/sh", "-c", `exec 9</etc/passwd; exec "$@"`, "sh"})
+	d.owns()
 	n.ready("web")
 	// The names are those of docs/security.md.
 	const kept = 1<<unix.CAP_BPF | 1<<unix.CAP_PERFMON | 1<<unix.CAP_NET_ADMIN | 1<<unix.CAP_SYS_ADMIN | 1<<unix.CAP_SYS_PTRACE |
@@ -303,6 +304,15 @@ func TestAgentPrivileges(t *testing.T) {
 	}
 	if got := statusOf(front, "Uid"); got == "" || strings.Contains(" "+got, " 0") {
 		t.Errorf("the front's users: got %q", got)
+	}
+	fds, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", front))
+	if err != nil || len(fds) == 0 {
+		t.Fatalf("look at the front's descriptors: %d, %v", len(fds), err)
+	}
+	for _, fd := range fds {
+		if to, err := os.Readlink(fd); err == nil && to == "/etc/passwd" {
+			t.Error("the front has a descriptor of whoever started the agent")
+		}
 	}
 	// A hook is root's, with what the agent has and no more.
 	d.ended(n.drains("web", api.DrainRequest{OnNew: drain.OnNewRefuse}).ID)
