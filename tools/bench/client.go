@@ -23,6 +23,7 @@ type clientSpec struct {
 	Server   int    `json:"server"` // process ids whose CPU time is read
 	Ebb      int    `json:"ebb"`    // 0: none
 	Softirqs int    `json:"softirqs"`
+	Source   byte   `json:"source"` // 127.0.0.x to connect from, since one has not enough ports for all; 0: the usual one
 
 	Conns    int `json:"conns"`
 	Parallel int `json:"parallel"`
@@ -165,6 +166,8 @@ type loader struct {
 	req []byte
 	buf []byte
 	got [maxFD]int
+
+	source byte // clientSpec.Source
 }
 
 func newLoader(to netip.AddrPort) (*loader, error) {
@@ -192,11 +195,27 @@ func (c *loader) dial() (int, error) {
 		return -1, errors.New("more connections than descriptors")
 	}
 	c.got[fd] = -1 // the request is not sent yet
+	if c.source > 0 {
+		if err := from(fd, c.source); err != nil {
+			return -1, err
+		}
+	}
 	_, _, errno = unix.RawSyscall(unix.SYS_CONNECT, uintptr(fd), uintptr(unsafe.Pointer(&c.to)), unix.SizeofSockaddrInet4)
 	if errno != 0 && errno != unix.EINPROGRESS {
 		return -1, fmt.Errorf("connect: %w", errno)
 	}
 	return fd, nil
+}
+
+// from gives a socket an address of 127.0.0.0/8; its port is chosen when it connects.
+func from(fd int, last byte) error {
+	if err := unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_BIND_ADDRESS_NO_PORT, 1); err != nil {
+		return fmt.Errorf("choose source address: %w", err)
+	}
+	if err := unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, last}}); err != nil {
+		return fmt.Errorf("choose source address: %w", err)
+	}
+	return nil
 }
 
 // connections makes n connections with one request each, up to parallel at a time.

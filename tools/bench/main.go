@@ -10,6 +10,8 @@
 // medians and bootstrap 95 % intervals. CPU time comes first: it counts what was done, while rates also
 // count who else was using the machine.
 //
+// With -agent it is `ebb agent` that is measured, with many backends in many network namespaces.
+//
 // It needs root, touches nothing outside namespaces of its own but the root of the cgroups, where Ebb's
 // counting programs sit while a server runs under it, and leaves nothing behind.
 package main
@@ -46,6 +48,15 @@ type options struct {
 	Parallel int `json:"parallel"` // of them at a time
 	Requests int `json:"requests"` // per sample
 	Kept     int `json:"kept"`     // connections that carry them
+
+	// What follows is of the agent: see measureAgent.
+	Agent       bool   `json:"agent"`
+	Backends    int    `json:"backends"`
+	Starts      int    `json:"starts"`
+	Idle        int    `json:"idle_s"`
+	Established int    `json:"established"`
+	Cut         int    `json:"cut"`
+	Disk        string `json:"disk,omitempty"` // directory for journals
 }
 
 func main() {
@@ -77,6 +88,12 @@ func run(args []string, stdout, stderr io.Writer) int {
 	fs.IntVar(&o.Parallel, "parallel", 16, "new connections at a time")
 	fs.IntVar(&o.Requests, "requests", 20000, "requests per sample on kept connections")
 	fs.IntVar(&o.Kept, "kept", 32, "kept connections")
+	fs.BoolVar(&o.Agent, "agent", false, "measure ebb agent with many backends instead; the flags below are for that, and of those above -ebb, -write and -seed")
+	fs.IntVar(&o.Backends, "backends", 200, "backends of the agent")
+	fs.IntVar(&o.Starts, "starts", 5, "starts of the agent for each number of backends")
+	fs.IntVar(&o.Idle, "idle", 60, "seconds of idleness")
+	fs.IntVar(&o.Established, "established", 100_000, "connections of one backend")
+	fs.IntVar(&o.Cut, "cut", 10_000, "connections that are cut")
 	if err := fs.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			return 0
@@ -101,7 +118,10 @@ func (o *options) check(extra int) error {
 	if extra > 0 {
 		return errors.New("there is an argument too many")
 	}
-	for name, n := range map[string]int{"rounds": o.Rounds, "conns": o.Conns, "parallel": o.Parallel, "requests": o.Requests, "kept": o.Kept} {
+	for name, n := range map[string]int{
+		"rounds": o.Rounds, "conns": o.Conns, "parallel": o.Parallel, "requests": o.Requests, "kept": o.Kept,
+		"backends": o.Backends, "starts": o.Starts, "idle": o.Idle, "established": o.Established, "cut": o.Cut,
+	} {
 		if n < 1 {
 			return fmt.Errorf("-%s is %d: it must be 1 or more", name, n)
 		}
@@ -128,6 +148,14 @@ func (o *options) check(extra int) error {
 func outer(o options, stdout, stderr io.Writer) (int, error) {
 	if os.Geteuid() != 0 {
 		return 1, errors.New("network namespaces and BPF need root: run `sudo make bench`")
+	}
+	var err error
+	if o.Agent {
+		// Not in memory as all else is: what waits for a disk is to be measured with it.
+		if o.Disk, err = os.MkdirTemp("/var/tmp", "ebb-bench-*"); err != nil {
+			return 1, err
+		}
+		defer os.RemoveAll(o.Disk)
 	}
 	spec, err := json.Marshal(o)
 	if err != nil {
@@ -200,6 +228,9 @@ func inner(args []string) error {
 	}
 	if err := unix.Mount("bpf", bpffs, "bpf", 0, "mode=0700"); err != nil {
 		return fmt.Errorf("mount bpf: %w", err)
+	}
+	if o.Agent {
+		return measureAgent(context.Background(), o)
 	}
 	return measure(context.Background(), o, host)
 }

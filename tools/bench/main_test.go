@@ -178,6 +178,20 @@ func TestBench(t *testing.T) {
 			t.Errorf("got %d lines with %s, want %d", kinds[key], key, want)
 		}
 	}
+	out.Reset()
+	if code := run([]string{
+		"-ebb", ebb, "-write", dir, "-agent", "-backends", "5", "-starts", "1", "-idle", "1", "-established", "300", "-cut", "100",
+	}, &out, &said); code != 0 {
+		t.Fatalf("got exit code %d for the agent, want 0; it wrote:\n%s%s", code, out.String(), said.String())
+	}
+	for _, want := range []string{"## Start", "| 5 | after a kill |", "## 5 idle backends", "5 drains at once", "## Memory"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("the agent's table lacks %q:\n%s", want, out.String())
+		}
+	}
+	if strings.Contains(out.String(), "NaN") {
+		t.Errorf("a figure of the agent is missing:\n%s", out.String())
+	}
 	if _, err := os.Stat(runDir); err == nil {
 		t.Errorf("%s is left behind", runDir)
 	}

@@ -42,7 +42,7 @@ type machine struct {
 
 func describe(o options) machine {
 	m := machine{Time: time.Now().UTC().Format(time.RFC3339), CPUs: runtime.NumCPU(), Go: runtime.Version(), Options: o, CPU: "unknown"}
-	m.Options.Ebb, m.Options.Write = filepath.Base(o.Ebb), ""
+	m.Options.Ebb, m.Options.Write, m.Options.Disk = filepath.Base(o.Ebb), "", ""
 	var u unix.Utsname
 	if unix.Uname(&u) == nil {
 		m.Kernel = unix.ByteSliceToString(u.Release[:])
@@ -126,27 +126,33 @@ func measure(ctx context.Context, o options, softirqs []*os.File) error {
 
 // keep writes the table and the raw data.
 func (r *result) keep(dir, text string) error {
-	dir = filepath.Join(dir, r.began.UTC().Format("2006-01-02"))
+	lines := []any{r.machine}
+	for _, s := range r.samples {
+		lines = append(lines, s)
+	}
+	for _, d := range r.drains {
+		lines = append(lines, d)
+	}
+	for _, m := range r.memory {
+		lines = append(lines, m)
+	}
+	return write(filepath.Join(dir, r.began.UTC().Format("2006-01-02")), text, "results.md", lines, "raw.jsonl")
+}
+
+// write writes a table and raw data.
+func write(dir, text, table string, lines []any, raw string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return fmt.Errorf("keep results: %w", err)
 	}
-	var raw bytes.Buffer
-	e := json.NewEncoder(&raw)
-	errs := []error{e.Encode(r.machine)}
-	for _, s := range r.samples {
-		errs = append(errs, e.Encode(s))
-	}
-	for _, d := range r.drains {
-		errs = append(errs, e.Encode(d))
-	}
-	for _, m := range r.memory {
-		errs = append(errs, e.Encode(m))
-	}
-	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("encode raw data: %w", err)
+	var b bytes.Buffer
+	e := json.NewEncoder(&b)
+	for _, l := range lines {
+		if err := e.Encode(l); err != nil {
+			return fmt.Errorf("encode raw data: %w", err)
+		}
 	}
 	return errors.Join(
-		os.WriteFile(filepath.Join(dir, "results.md"), []byte(text), 0o644),
-		os.WriteFile(filepath.Join(dir, "raw.jsonl"), raw.Bytes(), 0o644),
+		os.WriteFile(filepath.Join(dir, table), []byte(text), 0o644),
+		os.WriteFile(filepath.Join(dir, raw), b.Bytes(), 0o644),
 	)
 }

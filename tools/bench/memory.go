@@ -70,12 +70,12 @@ func takeMemory(ctx context.Context, o options, withEbb bool) (m memorySample, e
 	return m, errors.Join(held, err, in.Close(), cmd.Wait())
 }
 
-// memory reads what kernel objects take, and what ebb run does. Only the general caches are looked at: sockets and files
-// have caches of their own, are the same with Ebb and without, and move with everything that the machine does.
-func memory(srv *server, withEbb bool) (kernel, user int64, err error) {
+// kernelMemory reads what kernel objects take. Only the general caches are looked at: sockets and files have caches of their
+// own, are the same with Ebb and without, and move with everything that the machine does.
+func kernelMemory() (kernel int64, err error) {
 	text, err := os.ReadFile("/proc/slabinfo")
 	if err != nil {
-		return 0, 0, fmt.Errorf("read kernel memory: %w", err)
+		return 0, fmt.Errorf("read kernel memory: %w", err)
 	}
 	for line := range strings.Lines(string(text)) {
 		f := strings.Fields(line) // name, objects in use, objects, size of one, …; slabinfo(5)
@@ -85,14 +85,22 @@ func memory(srv *server, withEbb bool) (kernel, user int64, err error) {
 		used, err1 := strconv.ParseInt(f[1], 10, 64)
 		size, err2 := strconv.ParseInt(f[3], 10, 64)
 		if err := errors.Join(err1, err2); err != nil {
-			return 0, 0, fmt.Errorf("read kernel memory: %w", err)
+			return 0, fmt.Errorf("read kernel memory: %w", err)
 		}
 		kernel += used * size
+	}
+	return kernel, nil
+}
+
+// memory reads what kernel objects take, and what ebb run does.
+func memory(srv *server, withEbb bool) (kernel, user int64, err error) {
+	if kernel, err = kernelMemory(); err != nil {
+		return 0, 0, err
 	}
 	if !withEbb {
 		return kernel, 0, nil
 	}
-	text, err = os.ReadFile(fmt.Sprintf("/proc/%d/statm", srv.cmd.Process.Pid))
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", srv.cmd.Process.Pid))
 	if err != nil {
 		return 0, 0, fmt.Errorf("read memory of ebb run: %w", err)
 	}
@@ -124,6 +132,7 @@ func hold(args []string) error {
 	if err != nil {
 		return err
 	}
+	c.source = s.Source
 	// In parts, so that no accept queue runs over.
 	const part = 256
 	for n := s.Conns; n > 0; n -= part {

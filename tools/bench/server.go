@@ -6,12 +6,15 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"math"
 	"net/netip"
 	"os"
+	"os/exec"
 	"os/signal"
 	"runtime"
 	"runtime/debug"
 	"strings"
+	"syscall"
 	"time"
 	"unsafe"
 
@@ -40,12 +43,11 @@ func answer() []byte {
 func serve(args []string) error {
 	fs := flag.NewFlagSet("serve", flag.ContinueOnError)
 	addr := fs.String("listen", "", "address")
+	stay := fs.Bool("stay", false, "do not end at SIGTERM")
+	workers := fs.Int("workers", 1, "processes that accept, each as many as it has room for")
+	worker := fs.Bool("worker", false, "be one of them, with the listener as descriptor 3")
 	if err := fs.Parse(args); err != nil {
 		return err
-	}
-	ap, err := netip.ParseAddrPort(*addr)
-	if err != nil {
-		return fmt.Errorf("parse address: %w", err)
 	}
 	debug.SetGCPercent(-1) // nothing is allocated once it runs
 	runtime.GOMAXPROCS(2)  // the loop below never lets go of its share
@@ -54,20 +56,31 @@ func serve(args []string) error {
 	go func() {
 		<-sigs
 		fmt.Printf("signal %d\n", time.Now().UnixNano())
-		os.Exit(0)
+		if !*stay {
+			os.Exit(0)
+		}
 	}()
-	l, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return fmt.Errorf("open socket: %w", err)
+	l := 3
+	if !*worker {
+		var err error
+		if l, err = listen(*addr); err != nil {
+			return err
+		}
+		shared := os.NewFile(uintptr(l), "listener")
+		defer shared.Close()
+		runtime.LockOSThread() // a death signal comes when the thread that forked ends
+		for range *workers - 1 {
+			cmd := exec.Command("/proc/self/exe", "serve", "-worker", "-stay")
+			cmd.Stderr, cmd.ExtraFiles = os.Stderr, []*os.File{shared}
+			cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
+			if err := cmd.Start(); err != nil {
+				return fmt.Errorf("start worker: %w", err)
+			}
+		}
 	}
-	if err := unix.SetsockoptInt(l, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err != nil {
-		return fmt.Errorf("set SO_REUSEADDR: %w", err)
-	}
-	if err := unix.Bind(l, &unix.SockaddrInet4{Port: int(ap.Port()), Addr: ap.Addr().As4()}); err != nil {
-		return fmt.Errorf("bind %s: %w", ap, err)
-	}
-	if err := unix.Listen(l, 4096); err != nil {
-		return fmt.Errorf("listen on %s: %w", ap, err)
+	left := math.MaxInt
+	if *worker || *workers > 1 {
+		left = room()
 	}
 	ep, err := newEpoll()
 	if err != nil {
@@ -76,7 +89,9 @@ func serve(args []string) error {
 	if err := ep.add(l, unix.EPOLLIN); err != nil {
 		return err
 	}
-	fmt.Printf("listening %s %d\n", ap, os.Getpid())
+	if !*worker {
+		fmt.Printf("listening %s %d\n", *addr, os.Getpid())
+	}
 
 	reply := answer()
 	buf := make([]byte, 64<<10)
@@ -90,10 +105,15 @@ func serve(args []string) error {
 			fd := int(ev.Fd)
 			if fd == l {
 				for {
+					if left == 0 {
+						ep.remove(l) // another one has room
+						break
+					}
 					c, errno := rawAccept(l)
 					if errno != 0 {
 						break
 					}
+					left--
 					if c >= maxFD {
 						return errors.New("more connections than descriptors")
 					}
@@ -125,6 +145,38 @@ func serve(args []string) error {
 
 const maxFD = 1 << 16
 
+// listen opens a listener.
+func listen(addr string) (int, error) {
+	ap, err := netip.ParseAddrPort(addr)
+	if err != nil {
+		return -1, fmt.Errorf("parse address: %w", err)
+	}
+	l, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return -1, fmt.Errorf("open socket: %w", err)
+	}
+	if err := unix.SetsockoptInt(l, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err != nil {
+		return -1, fmt.Errorf("set SO_REUSEADDR: %w", err)
+	}
+	if err := unix.Bind(l, &unix.SockaddrInet4{Port: int(ap.Port()), Addr: ap.Addr().As4()}); err != nil {
+		return -1, fmt.Errorf("bind %s: %w", ap, err)
+	}
+	if err := unix.Listen(l, 4096); err != nil {
+		return -1, fmt.Errorf("listen on %s: %w", ap, err)
+	}
+	return l, nil
+}
+
+// room is how many connections one process can have.
+func room() int {
+	n := uint64(maxFD)
+	var l unix.Rlimit
+	if unix.Getrlimit(unix.RLIMIT_NOFILE, &l) == nil {
+		n = min(n, l.Cur)
+	}
+	return int(n) - 64 // of other use
+}
+
 // epoll is epoll(7) without the Go scheduler: calls that do not block do not tell it, and one that blocks keeps its
 // thread, which has nothing else to do.
 type epoll struct {
@@ -147,6 +199,11 @@ func (e *epoll) add(fd int, events uint32) error {
 		return fmt.Errorf("watch descriptor: %w", errno)
 	}
 	return nil
+}
+
+// remove cannot fail in a way that matters: what is not watched needs not be removed.
+func (e *epoll) remove(fd int) {
+	_, _, _ = unix.RawSyscall6(unix.SYS_EPOLL_CTL, uintptr(e.fd), unix.EPOLL_CTL_DEL, uintptr(fd), 0, 0, 0)
 }
 
 // wait waits up to ms milliseconds; -1 is for ever.
