@@ -27,8 +27,9 @@ const (
 	procEvent = cnHeader + 20  // after struct cn_msg: what, cpu, timestamp_ns
 	procData  = procEvent + 16 // event_data: of exec and exit the thread, then its leader; of an acknowledgement an error
 
-	// connectorAnswer bounds the wait for an acknowledgement, which the kernel sends within the call.
-	connectorAnswer = time.Second
+	// connectorAnswer bounds the wait for an acknowledgement, which the kernel sends within the call: it is there, behind events
+	// of others, or does not come. Every start outside the first process namespace waits for it.
+	connectorAnswer = 50 * time.Millisecond
 )
 
 // connector is a socket that becomes readable when a process executes a program or ends.
