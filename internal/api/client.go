@@ -30,8 +30,8 @@ import (
 // Limits of the client, against a server that is stuck or is none of ours.
 const (
 	dialTimeout = 3 * time.Second
-	maxAnswer   = 64 << 20
-	maxEvent    = 1 << 20
+	maxAnswer   = 64 << 20 // and an event: one lists each connection that is left, 300 bytes or so for each
+	maxProblem  = 1 << 20
 )
 
 // Client talks to one server. Its methods may be called from any goroutine. Errors of the server are
@@ -276,7 +276,7 @@ func (s *Stream) Close() error { return s.body.Close() }
 func (s *Stream) All() iter.Seq2[Event, error] {
 	return func(yield func(Event, error) bool) {
 		lines := bufio.NewScanner(s.body)
-		lines.Buffer(nil, maxEvent)
+		lines.Buffer(nil, maxAnswer)
 		for lines.Scan() {
 			if len(bytes.TrimSpace(lines.Bytes())) == 0 {
 				continue // a sign of life
@@ -434,7 +434,7 @@ func (c *Client) send(ctx context.Context, method, target string, body any) (*ht
 		return resp, nil
 	}
 	defer resp.Body.Close()
-	b, err := io.ReadAll(io.LimitReader(resp.Body, maxEvent))
+	b, err := io.ReadAll(io.LimitReader(resp.Body, maxProblem))
 	if err != nil {
 		return nil, fmt.Errorf("read the answer of %s: %w", c.path, err)
 	}
