@@ -66,6 +66,7 @@ type node struct {
 	snap    discovery.Snapshot // of look
 	pokes   chan struct{}      // a look at the host is due
 	room    chan struct{}      // one that left has gone: another one may have its name
+	audits  chan struct{}      // those of routine that run
 	ctx     context.Context
 	wg      sync.WaitGroup
 
@@ -89,7 +90,7 @@ func RunAgent(ctx context.Context, o AgentOptions) error {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	n := &node{
-		o: o, log: o.Log, cfg: o.Config, pokes: make(chan struct{}, 1), room: make(chan struct{}, 1), leaving: map[string]bool{},
+		o: o, log: o.Log, cfg: o.Config, pokes: make(chan struct{}, 1), room: make(chan struct{}, 1), audits: make(chan struct{}, 2), leaving: map[string]bool{},
 		ends: map[*seat]context.CancelFunc{}, services: map[string]*serviceSeat{},
 	}
 	ctx, cancel := context.WithCancel(ctx)
@@ -282,6 +283,11 @@ func (n *node) loop(sigs <-chan os.Signal) error {
 	defer renew.Stop()
 	every := time.NewTicker(lookSlow)
 	defer every.Stop()
+	// Much is read and little is kept: with the usual half of the heap for what is not needed any more 200 idle backends take
+	// 55 MiB, with a third 42.
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(50)
+	}
 	// What the start has left is given back; from now on little is needed.
 	defer time.AfterFunc(startFor, debug.FreeOSMemory).Stop()
 	var calm <-chan time.Time // until the next look at all

@@ -253,6 +253,13 @@ func (s *seat) routine(ctx context.Context, inc *incarnation) {
 	if total, ok := inc.b.resting(s.n.recent()); ok && !s.unproven && total == s.audited {
 		return
 	}
+	// All of hundreds are due at once, and each holds what it has read while it works.
+	select {
+	case s.n.audits <- struct{}{}:
+		defer func() { <-s.n.audits }()
+	case <-ctx.Done():
+		return
+	}
 	c, err := inc.b.census(ctx)
 	agreed := false
 	if err == nil {
