@@ -101,18 +101,19 @@ func TestC13_OneDrainsAmongManyBackends(t *testing.T) {
 	n := newNode(t, "")
 	argv := python(t, crowd, fmt.Sprint(each))
 	var all []*tenant
-	config := agentBudget + "services:\n"
+	var config strings.Builder
+	config.WriteString(agentBudget + "services:\n")
 	for i := range namespaces {
 		ns := netnstest.New(t)
 		program(t, ns, argv...)
 		for j := range each {
 			r := &tenant{name: fmt.Sprintf("b%d-%d", i, j), ns: ns, port: uint16(8000 + j)}
 			r.addr = fmt.Sprintf("127.0.0.1:%d", r.port)
-			config += service(r.name, ns, int(r.port), "protocol: http1", "idle: wait")
+			config.WriteString(service(r.name, ns, int(r.port), "protocol: http1", "idle: wait"))
 			all = append(all, r)
 		}
 	}
-	n.set(config)
+	n.set(config.String())
 	d := n.agent()
 
 	// agree waits until each backend is as the walk and its clients say, all of them in one answer.
