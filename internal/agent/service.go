@@ -39,11 +39,15 @@ type serviceSeat struct {
 	kick chan struct{} // of capacity 1: something may have changed
 	peek chan struct{} // of capacity 1: somebody may listen on our addresses now, or not any more
 
+	// turn is held from the look at the backends to the last write, so that what was seen before a backend closed is never
+	// written after it. It goes before the node's mu, which goes before ours.
+	turn sync.Mutex
+
 	mu    sync.Mutex
 	addrs []netip.AddrPort
 	at    map[bpf.Address][]uint64 // addresses under our rule, and what they are steered to
 	said  map[bpf.Address]string   // why one is not
-	names map[uint64]string        // backends by their listeners
+	names map[uint64]string        // backends by their listeners; see called
 	// spaces are the namespaces of the backends at the last update.
 	spaces map[uint64]*space
 	gone   bool
@@ -267,8 +271,27 @@ func (v *serviceSeat) candidates(ctx context.Context) (all []candidate) {
 	return all
 }
 
+// called are the names that are asked for: those of the candidates, and of the listeners that may have gone and that an
+// address is steered to still. The caller holds mu.
+func (v *serviceSeat) called(all []candidate) map[uint64]string {
+	names := map[uint64]string{}
+	for _, targets := range v.at {
+		for _, cookie := range targets {
+			if name, ok := v.names[cookie]; ok {
+				names[cookie] = name
+			}
+		}
+	}
+	for _, c := range all {
+		names[cmp.Or(c.cookie, c.Cookie)] = c.backend
+	}
+	return names
+}
+
 // update writes where each address is steered to, one write for each that has changed.
 func (v *serviceSeat) update(ctx context.Context) error {
+	v.turn.Lock()
+	defer v.turn.Unlock()
 	if err := v.n.host.TakeOver(v.id, nil); err != nil {
 		v.log.Warn("take the service over from another version's installation", "err", err)
 	}
@@ -279,9 +302,9 @@ func (v *serviceSeat) update(ctx context.Context) error {
 		return nil
 	}
 	v.spaces = map[uint64]*space{}
+	v.names = v.called(all)
 	for _, c := range all {
 		v.spaces[c.netns] = c.space
-		v.names[cmp.Or(c.cookie, c.Cookie)] = c.backend
 	}
 	want := map[bpf.Address]bool{}
 	var errs []error
