@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -36,6 +37,7 @@ type Snapshot struct {
 
 	hierarchy *hierarchy        // kept from scan to scan, as mounts do not move
 	mains     map[string]answer // what systemd said of a unit, kept as long as that can be true
+	asked     time.Duration     // how long systemd was asked since the last scan
 
 	buf      []byte
 	interned map[string]string // the strings of the last scan, most of which come again
@@ -74,7 +76,7 @@ func (s *Snapshot) Scan(ctx context.Context) error {
 	s.procs = make([]*process, 0, len(pids))
 	s.byPID = make(map[int]*process, len(pids))
 	s.children = make(map[int][]*process, len(pids))
-	s.sockets, s.apart = map[uint64]*listeners{}, map[int]bool{}
+	s.sockets, s.apart, s.asked = map[uint64]*listeners{}, map[int]bool{}, 0
 	self := os.Getpid()
 	for _, pid := range pids {
 		if ctx.Err() != nil {

@@ -18,7 +18,7 @@ var booted = "/run/systemd/system"
 // systemctl is the program that asks systemd.
 var systemctl = "systemctl"
 
-// askTimeout bounds one question to a systemd that hangs. It answers in milliseconds.
+// askTimeout bounds all questions of one look to a systemd that hangs. It answers in milliseconds.
 const askTimeout = 2 * time.Second
 
 // answer is what systemd said of a unit while it had these processes at its top.
@@ -28,7 +28,7 @@ type answer struct {
 }
 
 // askSystemd returns the main process of a unit, and the one that systemd runs to start, reload or stop it; 0 if there is
-// none or it cannot be asked. Asking means to execute a program, so the answer is kept until the processes at the top of the
+// none or it cannot be asked now. Asking means to execute a program, so the answer is kept until the processes at the top of the
 // unit are others.
 func (s *Snapshot) askSystemd(ctx context.Context, unit string, tops []*process) (main, control int) {
 	if _, err := os.Stat(booted); err != nil {
@@ -41,15 +41,21 @@ func (s *Snapshot) askSystemd(ctx context.Context, unit string, tops []*process)
 	if a, ok := s.mains[unit]; ok && slices.Equal(a.tops, ids) {
 		return a.main, a.control
 	}
-	limited, cancel := context.WithTimeout(ctx, askTimeout)
-	defer cancel()
-	// Where it cannot be asked, as in most containers, the processes themselves tell as much as there is to know.
-	out, err := exec.CommandContext(limited, systemctl, "show", "--property=MainPID,ControlPID", "--", unit).Output()
-	if err == nil {
-		main, control = parseShow(string(out))
-	} else if ctx.Err() != nil {
+	if s.asked >= askTimeout {
 		return 0, 0
 	}
+	begun := time.Now()
+	limited, cancel := context.WithTimeout(ctx, askTimeout-s.asked)
+	defer cancel()
+	cmd := exec.CommandContext(limited, systemctl, "show", "--property=MainPID,ControlPID", "--", unit)
+	cmd.WaitDelay = 100 * time.Millisecond // a child of its that is left may hold the output open
+	out, err := cmd.Output()
+	s.asked += time.Since(begun)
+	if err != nil {
+		// Where it cannot be asked, as in most containers, the processes themselves tell as much as there is to know.
+		return 0, 0
+	}
+	main, control = parseShow(string(out))
 	if s.mains == nil {
 		s.mains = map[string]answer{}
 	}
