@@ -33,23 +33,38 @@ type run struct {
 	Start   uint64   `json:"start_ticks"` // field 22 of /proc/PID/stat: with the boot id it tells a process from its pid's next owner
 	BootID  string   `json:"boot_id"`
 	Argv    []string `json:"argv"`
+	Match   string   `json:"match,omitempty"` // by what it was found; empty: it was started
 }
 
 // journal is an append-only file of JSON lines, each "CRC32 JSON\n", fsynced before append returns.
 // A torn last line, which a crash in the middle of a write leaves, is cut off when the file is opened.
 // Its methods may be called from any goroutine.
 type journal struct {
-	path string
-	mu   sync.Mutex
-	f    *os.File
-	owed *run // could not be written in its time: it goes before whatever comes next
+	path    string
+	mu      sync.Mutex
+	f       file
+	owed    *run // could not be written in its time: it goes before whatever comes next
+	unnamed bool // that path means f may not be on the disk yet: what was appended could be lost with the name
 }
+
+// file is what a journal needs of an *os.File.
+type file interface {
+	io.ReadWriteSeeker
+	io.Closer
+	Sync() error
+	Truncate(size int64) error
+}
+
+// compactAt is the size in bytes from which a journal is rewritten when a drain is over: a hundred drains of a process that
+// lives on, and so little that the next owner reads it in no time.
+const compactAt = 64 << 10
 
 // history is what a journal says of the past.
 type history struct {
 	lastRun   *run
 	lastGen   uint64
 	openDrain *drain.Record // begun and not ended, with the latest deadline and phase
+	ended     *drain.Record // the last one that has ended since the run began
 	flushed   bool          // openDrain's flush was journalled
 	torn      bool          // a torn last line was cut off
 	late      *lateRecord   // what happens to late connections, nil if nothing was said
@@ -163,7 +178,7 @@ func (h *history) apply(body []byte) error {
 	h.lastGen = max(h.lastGen, r.Gen)
 	switch r.Type {
 	case "end", "undrain":
-		h.openDrain, h.flushed = nil, false
+		h.openDrain, h.flushed, h.ended = nil, false, &r
 	case "flush":
 		h.openDrain, h.flushed = &r, true
 	default:
@@ -172,13 +187,12 @@ func (h *history) apply(body []byte) error {
 	return nil
 }
 
-// append writes one record and returns when it is on the disk.
+// append writes one record and returns when it is on the disk. After an error it is not in the journal.
 func (j *journal) append(record any) error {
-	body, err := json.Marshal(record)
+	line, err := encode(record)
 	if err != nil {
-		return fmt.Errorf("encode record: %w", err)
+		return err
 	}
-	line := fmt.Appendf(nil, "%08x %s\n", crc32.ChecksumIEEE(body), body)
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if j.owed != nil {
@@ -186,24 +200,52 @@ func (j *journal) append(record any) error {
 			return err
 		}
 	}
-	at, err := j.f.Seek(0, io.SeekCurrent)
+	if err := j.name(); err != nil {
+		return err
+	}
+	size, err := j.write(line)
 	if err != nil {
-		return fmt.Errorf("journal: %w", err)
+		return err
 	}
-	if _, err := j.f.Write(line); err != nil {
-		// A half-written line must not stand before the next one.
-		_, serr := j.f.Seek(at, io.SeekStart)
-		return errors.Join(fmt.Errorf("write journal: %w", err), j.f.Truncate(at), serr)
-	}
-	if err := j.f.Sync(); err != nil {
-		return fmt.Errorf("sync journal: %w", err)
+	if r, ok := record.(drain.Record); ok && (r.Type == "end" || r.Type == "undrain") && size > compactAt {
+		// The record is on the disk already. If this fails the journal is as long as before, and the next end tries again.
+		_ = j.compact(line)
 	}
 	return nil
 }
 
+func encode(record any) ([]byte, error) {
+	body, err := json.Marshal(record)
+	if err != nil {
+		return nil, fmt.Errorf("encode record: %w", err)
+	}
+	return fmt.Appendf(nil, "%08x %s\n", crc32.ChecksumIEEE(body), body), nil
+}
+
+// write appends lines and returns the size of the file. The caller holds mu.
+func (j *journal) write(lines []byte) (size int64, err error) {
+	at, err := j.f.Seek(0, io.SeekCurrent)
+	if err != nil {
+		return 0, fmt.Errorf("journal: %w", err)
+	}
+	if _, err = j.f.Write(lines); err != nil {
+		err = fmt.Errorf("write journal: %w", err)
+	} else if err = j.f.Sync(); err != nil {
+		err = fmt.Errorf("sync journal: %w", err)
+	}
+	if err != nil {
+		// A half-written line must not stand before the next one, and a whole one must not be taken for what has happened:
+		// whoever appends is told that it has not.
+		terr := j.f.Truncate(at)
+		_, serr := j.f.Seek(at, io.SeekStart)
+		return 0, errors.Join(err, terr, serr)
+	}
+	return at + int64(len(lines)), nil
+}
+
 // restart replaces the journal by one that begins with this run: nothing of the runs before is asked for any more but
-// their highest generation, which the new one exceeds. After a crash either file is there, whole. What cannot be written is
-// tried again before the next record: without the run that record would be of the one before.
+// their highest generation, which the new one exceeds. What cannot be written is tried again before the next record:
+// without the run that record would be of the one before.
 func (j *journal) restart(r run) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -213,21 +255,72 @@ func (j *journal) restart(r run) error {
 // begin is restart; the caller holds mu.
 func (j *journal) begin(r run) error {
 	j.owed = &r
+	line, err := encode(r)
+	if err != nil {
+		return err
+	}
+	if err := j.replace(line); err != nil {
+		return err
+	}
+	j.owed = nil
+	return j.name()
+}
+
+// compact leaves out the drains before the last one, which has ended with the line: what is asked for is the run, what happens
+// to late connections, and the generation. The caller holds mu.
+func (j *journal) compact(last []byte) error {
+	if _, err := j.f.Seek(0, io.SeekStart); err != nil {
+		return err
+	}
+	h, _, err := readJournal(j.f)
+	if _, serr := j.f.Seek(0, io.SeekEnd); err != nil || serr != nil || h.lastRun == nil || h.openDrain != nil {
+		return errors.Join(err, serr)
+	}
+	lines, err := encode(h.lastRun)
+	if err != nil {
+		return err
+	}
+	if h.late != nil {
+		line, err := encode(h.late)
+		if err != nil {
+			return err
+		}
+		lines = append(lines, line...)
+	}
+	if err := j.replace(append(lines, last...)); err != nil {
+		return err
+	}
+	return j.name()
+}
+
+// replace puts a journal of these lines in the place of the present one. After a crash either file is there, whole. The caller
+// holds mu.
+func (j *journal) replace(lines []byte) error {
 	path := j.path + ".new"
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
-		return fmt.Errorf("begin journal: %w", err)
+		return fmt.Errorf("replace journal: %w", err)
 	}
-	fresh := &journal{path: j.path, f: f}
-	if err := fresh.append(r); err != nil {
+	fresh := &journal{f: f}
+	if _, err := fresh.write(lines); err != nil {
 		return errors.Join(err, f.Close(), os.Remove(path))
 	}
 	if err := os.Rename(path, j.path); err != nil {
-		return errors.Join(fmt.Errorf("begin journal: %w", err), f.Close(), os.Remove(path))
+		return errors.Join(fmt.Errorf("replace journal: %w", err), f.Close(), os.Remove(path))
 	}
 	old := j.f
-	j.f, j.owed = f, nil
-	return errors.Join(syncDir(filepath.Dir(j.path)), old.Close())
+	j.f, j.unnamed = f, true
+	return old.Close()
+}
+
+// name has it on the disk that the path means the present file. The caller holds mu.
+func (j *journal) name() error {
+	if !j.unnamed {
+		return nil
+	}
+	err := syncDir(filepath.Dir(j.path))
+	j.unnamed = err != nil
+	return err
 }
 
 func (j *journal) close() error { return j.f.Close() }

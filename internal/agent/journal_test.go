@@ -4,12 +4,15 @@ package agent
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/ebbproxy/ebb/drain"
+	"golang.org/x/sys/unix"
 )
 
 func record(typ, id string, at time.Time) drain.Record {
@@ -117,6 +120,118 @@ func TestD13_JournalSurvivesATornWrite(t *testing.T) {
 		if err := j.close(); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// noSync is a file on a disk that tells only at the sync that it is full, or broken.
+type noSync struct{ *os.File }
+
+func (noSync) Sync() error { return unix.ENOSPC }
+
+// Whoever is told that the begin of a drain is not in the journal refuses the drain: it must not be resumed later.
+func TestD13_WhatCannotBeSyncedIsNotInTheJournal(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "web.journal")
+	j, _, err := openJournal(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	now := time.Unix(1_700_000_000, 0)
+	if err := j.append(run{Version: 1, Type: "run", Gen: 7}); err != nil {
+		t.Fatal(err)
+	}
+	good := j.f
+	j.f = noSync{good.(*os.File)}
+	if err := j.append(record("begin", "d1", now)); !errors.Is(err, unix.ENOSPC) {
+		t.Fatalf("append to a full disk: got %v, want ENOSPC", err)
+	}
+	if h := reread(t, path); h.lastRun == nil || h.openDrain != nil {
+		t.Errorf("after a begin that was refused: got run %v, drain %v; want the run alone", h.lastRun, h.openDrain)
+	}
+	j.f = good
+	if err := j.append(record("begin", "d2", now)); err != nil {
+		t.Fatal(err)
+	}
+	if h := reread(t, path); h.openDrain == nil || h.openDrain.Drain != "d2" || h.torn {
+		t.Errorf("after the next begin: got %+v, want d2", h.openDrain)
+	}
+	if err := j.close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// reread is what a process that starts now would find.
+func reread(t *testing.T, path string) history {
+	t.Helper()
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	h, _, err := readJournal(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
+// A process may be drained and taken back any number of times: its journal stays short, and says at each moment what one that
+// was never rewritten would.
+func TestJournalOfAProcessThatLivesOnStaysShort(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "web.journal")
+	j, _, err := openJournal(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := j.close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	add := func(r any) {
+		t.Helper()
+		if err := j.append(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	now := time.Unix(1_700_000_000, 0)
+	if err := j.restart(run{Version: 1, Type: "run", Name: "web", Gen: 7, PID: 42, Start: 99}); err != nil {
+		t.Fatal(err)
+	}
+	add(lateRecord{Version: 1, Type: "late", How: drain.OnNewRelay, Listener: 5})
+	rewritten := 0
+	var size int64
+	for i := range 400 {
+		id := fmt.Sprint("d", i)
+		begin := record("begin", id, now)
+		begin.Reason = strings.Repeat("r", 200)
+		add(begin)
+		if h := reread(t, path); h.openDrain == nil || h.openDrain.Drain != id || h.openDrain.Reason != begin.Reason {
+			t.Fatalf("drain %s runs: got %+v", id, h.openDrain)
+		}
+		add(record("undrain", id, now))
+		h := reread(t, path)
+		if h.openDrain != nil || h.lastGen != 7 || h.lastRun == nil || h.lastRun.PID != 42 || h.late == nil || h.late.Listener != 5 {
+			t.Fatalf("drain %s was taken back: got drain %v, generation %d, run %v, late %v", id, h.openDrain, h.lastGen, h.lastRun, h.late)
+		}
+		st, err := os.Stat(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if st.Size() > compactAt {
+			t.Fatalf("after drain %s: got a journal of %d bytes, want at most %d", id, st.Size(), compactAt)
+		}
+		if st.Size() < size {
+			rewritten++
+		}
+		size = st.Size()
+	}
+	if rewritten == 0 {
+		t.Error("it was never rewritten: the test is too short")
+	}
+	if _, err := os.Stat(path + ".new"); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("what it was written to: got %v, want it gone", err)
 	}
 }
 
