@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -61,7 +62,8 @@ type node struct {
 	ring    *ring     // of host
 	events  *api.Log
 	metrics *metrics.Metrics
-	lease   *lease.Lease
+	lease   atomic.Pointer[lease.Lease]
+	moved   atomic.Pointer[time.Time] // when the goroutine of run last went on
 	watcher *discovery.Watcher
 	snap    discovery.Snapshot // of look
 	pokes   chan struct{}      // a look at the host is due
@@ -93,8 +95,8 @@ func RunAgent(ctx context.Context, o AgentOptions) error {
 		o: o, log: o.Log, cfg: o.Config, pokes: make(chan struct{}, 1), room: make(chan struct{}, 1), audits: make(chan struct{}, 2), leaving: map[string]bool{},
 		ends: map[*seat]context.CancelFunc{}, services: map[string]*serviceSeat{},
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
 	for _, d := range []string{"backends", "lease", "services", "reports"} {
 		if err := os.MkdirAll(filepath.Join(o.Config.State.Dir, d), 0o700); err != nil {
 			return fmt.Errorf("make the state directory: %w", err)
@@ -103,11 +105,64 @@ func RunAgent(ctx context.Context, o AgentOptions) error {
 	if err := api.MakeRunDir(o.RunDir, os.Getuid()); err != nil {
 		return err
 	}
+	n.goesOn()
+	keeping, stop := context.WithCancel(context.WithoutCancel(ctx))
+	var kept sync.WaitGroup
+	kept.Go(func() { n.keep(keeping, cancel) })
 	ok, err := n.own(ctx, sigs)
-	if err != nil || !ok {
-		return err
+	if ok {
+		err = n.run(ctx, sigs)
 	}
-	return errors.Join(n.run(ctx, sigs), n.lease.Release())
+	stop()
+	kept.Wait()
+	if l := n.lease.Load(); l != nil {
+		err = errors.Join(err, l.Release())
+	}
+	if lost := context.Cause(ctx); errors.Is(lost, lease.ErrLost) {
+		err = errors.Join(lost, err)
+	}
+	return err
+}
+
+// stuckAfter is by when every step of the agent's own goroutine is over, even where all that it asks hangs: the longest is the
+// reading of a configuration, which may take 30 s.
+const stuckAfter = 45 * time.Second
+
+// goesOn says that the goroutine that owns the backends is not stuck. It is called at least once a step.
+func (n *node) goesOn() { n.moved.Store(new(time.Now())) }
+
+// keep renews the lease and answers systemd's watchdog until ctx ends, as long as the goroutine that owns the backends goes on.
+// That one cannot do it itself: what it has to wait for may take longer than a standby is patient. lost is called if the lease is.
+func (n *node) keep(ctx context.Context, lost context.CancelCauseFunc) {
+	tick := time.NewTicker(lease.RenewEvery)
+	defer tick.Stop()
+	stuck := false
+	for {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+		if still := time.Since(*n.moved.Load()); still > stuckAfter {
+			if !stuck {
+				n.log.Error("the agent is stuck and renews its lease no more: a standby takes over", "for", still.String())
+			}
+			stuck = true
+			continue
+		}
+		stuck = false
+		n.tell(systemd.Watchdog)
+		l := n.lease.Load()
+		if l == nil {
+			continue // another one owns the host still
+		}
+		if err := l.Renew(); errors.Is(err, lease.ErrLost) {
+			lost(fmt.Errorf("another agent may own this host now: %w", err))
+			return
+		} else if err != nil {
+			n.log.Error("renew the lease: a standby takes over if this goes on", "err", err)
+		}
+	}
 }
 
 // own waits for the lease. ok is false if a stop was asked for meanwhile.
@@ -131,9 +186,11 @@ func (n *node) own(ctx context.Context, sigs <-chan os.Signal) (ok bool, err err
 	for {
 		select {
 		case <-alive.C:
-			n.tell(systemd.Watchdog)
+			n.goesOn()
 		case a := <-got:
-			n.lease = a.l
+			if a.l != nil {
+				n.lease.Store(a.l)
+			}
 			return a.err == nil, a.err
 		case s := <-sigs:
 			if s == unix.SIGHUP {
@@ -190,6 +247,11 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 	}
 	if n.host != nil {
 		defer func() { err = errors.Join(err, n.host.Close()) }()
+		lock, err := n.alone(ctx)
+		if err != nil {
+			return err
+		}
+		defer lock.Close()
 		if n.ring, err = openRing(n.host, n.log); err != nil {
 			return err
 		}
@@ -234,6 +296,7 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 	n.mu.Unlock()
 	errs := []error{err}
 	for _, s := range seats {
+		n.goesOn()
 		errs = append(errs, s.stop(false))
 	}
 	stopAPI()
@@ -241,12 +304,24 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 	return errors.Join(errs...)
 }
 
+// alone makes this agent the only one of its installation: another, with a state.dir of its own, would have the same backends
+// there. One that was killed may be on its way out still.
+func (n *node) alone(ctx context.Context) (*os.File, error) {
+	for until := time.Now().Add(letGoFor); ; {
+		lock, err := lease.Lock(n.bpf.Dir)
+		if !errors.Is(err, lease.ErrHeld) {
+			return lock, err
+		}
+		if time.Now().After(until) || !wait(ctx, 10*time.Millisecond) {
+			return nil, fmt.Errorf("another agent works with this installation: %w: stop it, or give this one its state.dir to follow it, or a state.bpffs of its own", err)
+		}
+	}
+}
+
 // settle waits until each backend's first look was taken in, so that nobody is told of one that it has no process.
 func (n *node) settle() {
 	late := time.NewTimer(startFor)
 	defer late.Stop()
-	renew := time.NewTicker(lease.RenewEvery)
-	defer renew.Stop()
 	n.mu.Lock()
 	seats := slices.Clone(n.seats)
 	n.mu.Unlock()
@@ -254,10 +329,6 @@ func (n *node) settle() {
 		select {
 		case <-seats[0].looked:
 			seats = seats[1:]
-		case <-renew.C: // a start that takes its time is no owner that hangs
-			if err := n.lease.Renew(); err != nil {
-				n.log.Error("renew the lease while starting", "err", err)
-			}
 		case <-late.C:
 			return
 		case <-n.ctx.Done():
@@ -279,8 +350,8 @@ const startFor = 10 * time.Second
 
 // loop lives until a stop.
 func (n *node) loop(sigs <-chan os.Signal) error {
-	renew := time.NewTicker(lease.RenewEvery)
-	defer renew.Stop()
+	alive := time.NewTicker(lease.RenewEvery)
+	defer alive.Stop()
 	every := time.NewTicker(lookSlow)
 	defer every.Stop()
 	// Much is read and little is kept: with the usual half of the heap for what is not needed any more 200 idle backends take
@@ -293,7 +364,9 @@ func (n *node) loop(sigs <-chan os.Signal) error {
 	var calm <-chan time.Time // until the next look at all
 	changed := n.watcher.Changed()
 	for {
+		n.goesOn()
 		select {
+		case <-alive.C:
 		case <-changed:
 			n.glance()
 			if !n.missing() {
@@ -315,13 +388,6 @@ func (n *node) loop(sigs <-chan os.Signal) error {
 				n.log.Error("configure a backend whose name was in use", "err", err)
 			}
 			n.look()
-		case <-renew.C:
-			if err := n.lease.Renew(); errors.Is(err, lease.ErrLost) {
-				return fmt.Errorf("another agent may own this host now: %w", err)
-			} else if err != nil {
-				n.log.Error("renew the lease: a standby takes over if this goes on", "err", err)
-			}
-			n.tell(systemd.Watchdog)
 		case s := <-sigs:
 			if s != unix.SIGHUP {
 				return nil
@@ -388,6 +454,7 @@ func (n *node) look() {
 	}
 	var found []discovery.Workload
 	for _, s := range seats {
+		n.goesOn()
 		w, err := n.snap.Find(n.ctx, s.match)
 		if err == nil {
 			found = append(found, w)
@@ -400,9 +467,15 @@ func (n *node) look() {
 // reload puts a changed configuration in force. What is wrong with it changes nothing.
 func (n *node) reload() {
 	cfg, err := n.o.Reload()
-	if err == nil && n.events != nil {
+	n.goesOn()
+	if err == nil {
+		err = n.reloadable(cfg)
+	}
+	switch {
+	case err != nil:
+	case n.events != nil:
 		err = n.apply(cfg)
-	} else if err == nil {
+	default: // another one owns the host still
 		n.mu.Lock()
 		n.cfg = cfg
 		n.mu.Unlock()
@@ -415,18 +488,22 @@ func (n *node) reload() {
 	n.log.Info("configuration reloaded")
 }
 
+// reloadable refuses a configuration that only a start can put in force.
+func (n *node) reloadable(cfg *config.Config) error {
+	if keys := config.Diff(n.conf(), cfg).Restart; len(keys) > 0 {
+		return fmt.Errorf("%s: read at the start alone; restart the agent to change it, which cuts nothing", strings.Join(keys, ", "))
+	}
+	return nil
+}
+
 // apply makes the seats those of the configuration: what is unchanged is not touched.
 func (n *node) apply(cfg *config.Config) error {
 	n.mu.Lock()
-	old := n.cfg
 	have := map[string]*seat{}
 	for _, s := range n.seats {
 		have[s.name] = s
 	}
 	n.mu.Unlock()
-	if keys := config.Diff(old, cfg).Restart; len(keys) > 0 {
-		return fmt.Errorf("%s: read at the start alone; restart the agent to change it, which cuts nothing", strings.Join(keys, ", "))
-	}
 	var seats, fresh []*seat
 	var errs []error
 	for _, sv := range cfg.Services {
