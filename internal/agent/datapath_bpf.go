@@ -501,6 +501,7 @@ func (k *kernelDatapath) watch(ctx context.Context, p *process) error {
 	k.watched = tgid
 	k.mu.Unlock()
 	if err := k.host.WatchProcess(tgid, start, k.watchRule()); err != nil {
+		k.setUnseen("its process cannot be watched: " + err.Error())
 		return err
 	}
 	return k.adopt(ctx)
@@ -520,8 +521,10 @@ func (k *kernelDatapath) adopt(ctx context.Context) error {
 		}
 		if errors.Is(err, bpf.ErrAdoptMPTCP) {
 			k.setUnseen("an MPTCP listener was open before the watch, and its connections cannot be counted")
+			return err
 		}
 		if err != nil {
+			k.setUnseen("what was open before the watch cannot be adopted: " + err.Error())
 			return err
 		}
 		queues = queues || ls > 0

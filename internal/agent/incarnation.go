@@ -24,6 +24,7 @@ type incarnation struct {
 	b       *backend // nil while there is no process
 	machine *drain.Machine
 	absent  string // why there is none
+	lost    bool   // the last one has crashed
 	unknown bool   // whether there is one, and what it has open, is not known
 
 	cancel context.CancelFunc // ends the goroutines of wg
@@ -51,7 +52,7 @@ func (m *member) incarnate(ctx context.Context, a arrival) (*incarnation, error)
 	inc.wg.Go(func() { a.proc.watch(ctx) })
 	before := m.life().b
 	if !a.adopted && (before == nil || before.proc != a.proc) {
-		if err := a.journal.restart(run{Version: journalVersion, Type: "run", Name: m.name, Gen: a.gen, Backend: m.id, PID: a.proc.pid, Start: a.proc.start, BootID: bootID(), Argv: a.argv}); err != nil {
+		if err := a.journal.restart(run{Version: journalVersion, Type: "run", Name: m.name, Gen: a.gen, Backend: m.id, PID: a.proc.pid, Start: a.proc.start, BootID: bootID(), Argv: a.argv, Match: m.matched}); err != nil {
 			m.log.Warn("journal run: a restart could not adopt the process", "err", err)
 		}
 	}

@@ -50,6 +50,7 @@ type settings struct {
 type member struct {
 	name, service string
 	unit          string // systemd unit that it is matched by; "": none
+	matched       string // by what, in words; empty: it was started
 	id            uint64 // of its backend in the kernel
 	started       time.Time
 	log           *slog.Logger
@@ -156,6 +157,9 @@ func (m *member) absent(v api.Backend, inc *incarnation) api.Backend {
 		if v.Drain.Outcome == drain.OutcomeLost {
 			v.State = drain.StateLost
 		}
+	}
+	if inc.lost {
+		v.State = drain.StateLost
 	}
 	return v
 }

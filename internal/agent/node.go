@@ -72,6 +72,7 @@ type node struct {
 	ctx     context.Context
 	wg      sync.WaitGroup
 
+	claims   claims
 	mu       sync.Mutex
 	cfg      *config.Config
 	seats    []*seat // in the order of the configuration
@@ -606,7 +607,7 @@ func (n *node) owns(_ context.Context, pid int) (string, bool) {
 	mains, groups := map[int]string{}, map[string]string{}
 	n.mu.Lock()
 	for _, s := range n.seats {
-		if p := s.life().proc; p != nil {
+		if p := s.life().proc; p != nil && p.lives() {
 			mains[p.pid] = s.name
 			if g := p.workload.CgroupPath; g != "" {
 				groups[g] = s.name

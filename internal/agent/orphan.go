@@ -19,10 +19,15 @@ import (
 // orphans removes what an earlier agent of this host has left of backends that are configured no more: it did not live to see
 // them go. For services steerServices does.
 func (n *node) orphans(cfg *config.Config) error {
+	if n.host == nil {
+		return nil // what they have in the kernel cannot be removed now, and their names must not be lost
+	}
 	backends := map[string]bool{}
 	for _, sv := range cfg.Services {
 		for _, b := range sv.Backends {
-			backends[b.Name] = true
+			if b.Match != nil {
+				backends[b.Name] = true
+			}
 		}
 	}
 	var errs []error
@@ -39,7 +44,11 @@ func (n *node) orphans(cfg *config.Config) error {
 			}
 			f.Close()
 		}
-		errs = append(errs, n.forget(id), os.Remove(path))
+		if err := n.forget(id); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		errs = append(errs, os.Remove(path))
 		n.wg.Go(func() { // it may take the time that its last arrivals need
 			if err := endRelay(n.o.RunDir, agentRelay(name)); err != nil {
 				n.log.Warn("end a relay", "backend", name, "err", err)

@@ -80,6 +80,16 @@ func (p *process) finish(e exit) {
 	})
 }
 
+// lives tells whether the main process was not seen to end yet.
+func (p *process) lives() bool {
+	select {
+	case <-p.done:
+		return false
+	default:
+		return true
+	}
+}
+
 // exited is closed when CMD's main process has ended.
 func (p *process) exited() <-chan struct{} { return p.done }
 

@@ -16,6 +16,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/ebbproxy/ebb/bpf"
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
@@ -46,6 +48,8 @@ type seat struct {
 	j        *journal
 	past     history
 	dp       datapath
+	cgroup   uint64    // that dp watches; 0: none
+	failed   string    // why the process that is there is not taken in
 	netns    uint64    // inode number of the namespace that dp was made in
 	set      *settings // for the next incarnation
 	asks     *asking   // nil: nothing is probed
@@ -74,7 +78,7 @@ func put[T any](c chan T, v T) {
 func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 	s := &seat{
 		member: &member{
-			name: b.Name, service: sv.Name, unit: b.Match.Unit, id: agentBackendID(b.Name), started: n.started, log: n.log, events: n.events, metrics: n.metrics,
+			name: b.Name, service: sv.Name, unit: b.Match.Unit, matched: b.Match.String(), id: agentBackendID(b.Name), started: n.started, log: n.log, events: n.events, metrics: n.metrics,
 		},
 		n: n, log: n.log.With("backend", b.Name), match: *b.Match, finds: make(chan find, 1), confs: make(chan *settings, 1), gone: make(chan struct{}), looked: make(chan struct{}), unproven: true,
 	}
@@ -98,6 +102,9 @@ func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 	}
 	if err != nil {
 		return nil, errors.Join(damaged, err)
+	}
+	if r := s.past.ended; r != nil && r.Type == "end" && !slices.ContainsFunc(s.drains, func(d api.Drain) bool { return d.ID == r.Drain }) {
+		s.drains = append(s.drains, s.recorded(*r, "the agent that ran it was killed before it could tell more"))
 	}
 	if s.past.torn {
 		s.log.Warn("journal ended in a torn record, which was cut off")
@@ -215,6 +222,8 @@ func (s *seat) hear(ctx context.Context, h hint) {
 // left says that the process has ended.
 func (s *seat) left(inc *incarnation) {
 	s.exited = true
+	s.unprobe()
+	s.n.unclaim(s)
 	s.emit(drain.Event{Type: EventRun, Gen: inc.gen, Message: fmt.Sprintf("process %d ended: %s", inc.proc.pid, inc.proc.exit), Fields: map[string]any{"pid": inc.proc.pid, "exit": inc.proc.exit.String()}})
 	s.n.poke()
 	if inc.b.flushing.Load() {
@@ -225,8 +234,12 @@ func (s *seat) left(inc *incarnation) {
 
 // endOf says what was wrong with the way a process ended; nil if it was asked to, ended well, or nobody can tell.
 func endOf(inc *incarnation) error {
-	if inc.b.flushed.Load() || !inc.proc.exit.known || inc.proc.exit.code == 0 {
+	if inc.b.flushed.Load() || !inc.proc.exit.known {
 		return nil
+	}
+	switch inc.proc.exit.code {
+	case 0, 128 + int(unix.SIGHUP), 128 + int(unix.SIGINT), 128 + int(unix.SIGTERM), 128 + int(unix.SIGPIPE):
+		return nil // those by which a manager stops a service, as systemd takes them (systemd.service(5), SuccessExitStatus=)
 	}
 	return fmt.Errorf("process %d ended: %s", inc.proc.pid, inc.proc.exit)
 }
@@ -248,6 +261,10 @@ func (s *seat) ended(ctx context.Context, inc *incarnation) {
 func (s *seat) routine(ctx context.Context, inc *incarnation) {
 	if inc.b == nil || inc.draining() {
 		return // a drain has audits of its own
+	}
+	if s.exited && s.over {
+		s.rest(ctx, inc)
+		return
 	}
 	inc.b.cookies.sample(time.Now())
 	if total, ok := inc.b.resting(s.n.recent()); ok && !s.unproven && total == s.audited {
@@ -274,11 +291,32 @@ func (s *seat) routine(ctx context.Context, inc *incarnation) {
 	s.unproven, s.audited = !agreed, c.total
 }
 
+// rest lets go of the network namespace of a process that has ended, once nothing of it is open: whoever made that wants to
+// see it go.
+func (s *seat) rest(ctx context.Context, inc *incarnation) {
+	c, err := inc.b.census(ctx)
+	if err != nil || !c.known || c.open+c.ending+c.closing > 0 {
+		return
+	}
+	inc.b.late.leave()
+	inc.end()
+	if err := s.dp.close(false); err != nil {
+		s.log.Warn("let go of a network namespace", "err", err)
+	}
+	s.dp, s.netns = nil, 0
+	s.vacate(inc, "its process has ended", false)
+}
+
 // look takes in what was found on the host.
 func (s *seat) look(ctx context.Context, f find) {
 	inc := s.life()
 	if inc.b == nil && s.past.lastRun != nil {
-		s.recover(ctx, f)
+		if err := s.recover(ctx, f); err != nil {
+			if ctx.Err() == nil {
+				s.fail("what an earlier owner has left cannot be taken over: " + err.Error())
+			}
+			return
+		}
 		inc = s.life()
 	}
 	switch {
@@ -291,11 +329,22 @@ func (s *seat) look(ctx context.Context, f find) {
 		// What it was found by may mean another one too by now; that one's turn comes when this one has ended.
 	default:
 		if err := s.arrive(ctx, f.workload); err != nil && ctx.Err() == nil {
-			s.degraded("its process cannot be taken in: " + err.Error())
-			if s.life().b == nil {
-				s.current.Store(&incarnation{gen: inc.gen, set: s.set, absent: "its process cannot be taken in: " + err.Error(), unknown: true})
-			}
+			s.fail("its process cannot be taken in: " + err.Error())
+			return
 		}
+	}
+	s.failed = ""
+}
+
+// fail says that there is a process whose connections are not counted, once for each reason. It is tried again at the next
+// look.
+func (s *seat) fail(why string) {
+	if s.failed != why {
+		s.failed = why
+		s.degraded(why)
+	}
+	if inc := s.life(); inc.b == nil {
+		s.current.Store(&incarnation{gen: inc.gen, set: s.set, absent: why, unknown: true})
 	}
 }
 
@@ -310,14 +359,15 @@ func (s *seat) alive(inc *incarnation) bool {
 	}
 }
 
-// recover goes on with what an earlier owner has left: its process if that lives, else the end of its drain.
-func (s *seat) recover(ctx context.Context, f find) {
+// recover goes on with what an earlier owner has left: its process if that lives, else the end of its drain. After an error
+// it is tried again.
+func (s *seat) recover(ctx context.Context, f find) error {
 	last, past := s.past.lastRun, s.past
-	s.past.lastRun, s.past.openDrain, s.past.late = nil, nil, nil
 	w := discovery.Workload{Main: last.PID, Start: last.Start}
 	if f.err == nil && f.workload.Main == last.PID && f.workload.Start == last.Start {
 		w = f.workload
 	}
+	done := func() { s.past.lastRun, s.past.openDrain, s.past.late = nil, nil, nil }
 	p, ok := s.process(w)
 	if !ok || last.BootID != bootID() {
 		if past.openDrain != nil {
@@ -326,7 +376,21 @@ func (s *seat) recover(ctx context.Context, f find) {
 		if ok {
 			s.closeProcess(p)
 		}
-		return
+		done()
+		return nil
+	}
+	if past.openDrain == nil && last.Match != "" && last.Match != s.match.String() {
+		// The name means another application by now, which begins from nothing.
+		s.closeProcess(p)
+		if err := s.n.forget(s.id); err != nil {
+			return err
+		}
+		done()
+		return nil
+	}
+	if err := s.n.claim(s, w); err != nil {
+		s.closeProcess(p)
+		return err
 	}
 	set := s.set
 	if past.openDrain != nil && set.mode != drain.ModeEnforce {
@@ -335,10 +399,11 @@ func (s *seat) recover(ctx context.Context, f find) {
 		enforced.mode = drain.ModeEnforce
 		set = &enforced
 	}
-	if err := s.enter(ctx, w, arrival{gen: last.Gen, set: set, proc: p, argv: last.Argv, past: past, adopted: true}); err != nil && ctx.Err() == nil {
-		s.degraded("what an earlier owner has left cannot be taken over: " + err.Error())
-		return
+	if err := s.enter(ctx, w, arrival{gen: last.Gen, set: set, proc: p, argv: last.Argv, past: past, adopted: true}); err != nil {
+		s.closeProcess(p)
+		return err
 	}
+	done()
 	inc := s.life()
 	if past.openDrain == nil {
 		// A refusal whose drain is in no journal is nobody's any more.
@@ -350,6 +415,7 @@ func (s *seat) recover(ctx context.Context, f find) {
 		inc.b.flushed.Store(true)
 	}
 	s.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("took over %s, process %d; %s", strings.Join(last.Argv, " "), p.pid, s.set.eff), Fields: map[string]any{"pid": p.pid, "argv": last.Argv}})
+	return nil
 }
 
 // bury ends the drain of a process that ended while nobody watched: it has its one outcome, and what it closed is open.
@@ -373,23 +439,28 @@ func (s *seat) bury(r drain.Record, sameBoot bool) {
 			s.log.Warn("open admission after a drain", "drain", r.Drain, "err", err)
 		}
 	}
-	// The policy is that of a drain that ran.
-	eff, _ := drain.Validate(r.Policy)
-	d := api.Drain{
-		ID: r.Drain, Backend: s.name, Service: s.service, Gen: r.Gen, Cause: r.Cause, By: r.By, Reason: r.Reason,
-		State: drain.StateDone, Outcome: r.Outcome, Begun: r.Begun, Deadline: r.Deadline, Ended: new(time.Now()),
-		Policy: api.PolicyOf(eff.Policy), FlushReason: r.FlushReason, Warnings: []string{why},
-		Slices: api.Slices{Wait: api.Duration(eff.Wait), Flush: api.Duration(eff.Policy.FlushTimeout), Reserve: api.Duration(eff.Policy.Reserve)},
-	}
-	if r.Outcome == drain.OutcomeLost {
-		d.State = drain.StateLost
-	}
+	d := s.recorded(r, why)
 	s.keepDrain(d, "")
 	s.log.Info("drain ended", "drain", r.Drain, "outcome", r.Outcome, "why", why)
 	s.emit(drain.Event{
 		Type: drain.EventEnd, Gen: r.Gen, Drain: r.Drain, Cause: r.Cause, Phase: drain.PhaseDone, Outcome: r.Outcome,
 		Message: fmt.Sprintf("the drain is over: %s: %s", r.Outcome, why), Fields: map[string]any{"flush_reason": string(r.FlushReason)},
 	})
+}
+
+// recorded is what the record of an end tells of its drain.
+func (s *seat) recorded(r drain.Record, warnings ...string) api.Drain {
+	eff, _ := drain.Validate(r.Policy) // it is that of a drain that ran
+	d := api.Drain{
+		ID: r.Drain, Backend: s.name, Service: s.service, Gen: r.Gen, Cause: r.Cause, By: r.By, Reason: r.Reason,
+		State: drain.StateDone, Outcome: r.Outcome, Begun: r.Begun, Deadline: r.Deadline, Ended: new(time.Now()),
+		Policy: api.PolicyOf(eff.Policy), FlushReason: r.FlushReason, Warnings: warnings,
+		Slices: api.Slices{Wait: api.Duration(eff.Wait), Flush: api.Duration(eff.Policy.FlushTimeout), Reserve: api.Duration(eff.Policy.Reserve)},
+	}
+	if r.Outcome == drain.OutcomeLost {
+		d.State = drain.StateLost
+	}
+	return d
 }
 
 // closeProcess lets go of a process.
@@ -404,11 +475,16 @@ func (s *seat) arrive(ctx context.Context, w discovery.Workload) error {
 	old := s.life()
 	if old.b != nil {
 		s.conclude(ctx, old)
+		s.vacate(old, "its process has ended", s.life().unknown)
+		old = s.life()
 	}
 	p, ok := s.process(w)
 	if !ok {
 		s.n.poke() // it has gone again
 		return nil
+	}
+	if err := s.n.claim(s, w); err != nil {
+		return errors.Join(err, p.close())
 	}
 	gen := max(old.gen+1, s.past.lastGen+1, uint64(time.Now().Unix()))
 	argv := commandOf(p.pid)
@@ -423,9 +499,6 @@ func (s *seat) arrive(ctx context.Context, w discovery.Workload) error {
 		late := s.life().b.late
 		late.resume(ctx, nil)
 		late.shed()
-	}
-	if old.proc != nil {
-		s.closeProcess(old.proc)
 	}
 	s.emit(drain.Event{Type: EventRun, Message: fmt.Sprintf("found %s, process %d; %s", strings.Join(argv, " "), p.pid, s.set.eff), Fields: map[string]any{"pid": p.pid, "argv": argv}})
 	return nil
@@ -479,7 +552,7 @@ func (s *seat) process(w discovery.Workload) (*process, bool) {
 
 // enter makes an arrival the present incarnation, in a datapath that sees its network namespace.
 func (s *seat) enter(ctx context.Context, w discovery.Workload, a arrival) error {
-	ns, err := netns.OfPID(a.proc.pid)
+	ns, err := w.OpenNetNS()
 	if err == nil {
 		defer ns.Close()
 	} else {
@@ -491,7 +564,7 @@ func (s *seat) enter(ctx context.Context, w discovery.Workload, a arrival) error
 			return err
 		}
 	}
-	fresh := s.dp == nil || ns != nil && id.Ino != s.netns || s.inKernel(a.set) != (s.dp.name() == datapathKernel)
+	fresh := s.dp == nil || ns != nil && id.Ino != s.netns || w.CgroupID != s.cgroup || s.inKernel(a.set) != (s.dp.name() == datapathKernel)
 	switch {
 	case !fresh:
 		if err := s.dp.renew(a.gen, a.set.mode == drain.ModeEnforce); err != nil {
@@ -503,11 +576,18 @@ func (s *seat) enter(ctx context.Context, w discovery.Workload, a arrival) error
 			if err := s.dp.close(!s.inKernel(a.set)); err != nil {
 				s.log.Warn("let go of the datapath before", "err", err)
 			}
+			s.dp = nil
+		}
+		if s.cgroup != 0 && s.cgroup != w.CgroupID && s.n.host != nil {
+			// One that was made anew has another number, and this one may be somebody else's soon.
+			if err := s.n.host.UnwatchCgroup(s.cgroup); err != nil {
+				s.log.Warn("leave a control group", "err", err)
+			}
 		}
 		if s.dp, err = s.datapath(ns, w, a); err != nil {
 			return err
 		}
-		s.netns = id.Ino
+		s.netns, s.cgroup = id.Ino, w.CgroupID
 	}
 	a.dp, a.journal, a.from = s.dp, s.j, a.set
 	set := *a.set
@@ -541,7 +621,11 @@ func (s *seat) datapath(ns *os.File, w discovery.Workload, a arrival) (datapath,
 		if a.set.mode != drain.ModeOff {
 			why = []string{"no kernel datapath, so admission cannot close and a zero is believed only after a pause: " + s.n.hostErr.Error() + "; see `ebb check`"}
 		}
-		return newWalkDatapath(ns, why...)
+		d, err := newWalkDatapath(ns, why...)
+		if err != nil {
+			return nil, err
+		}
+		return d, nil
 	}
 	port, cgroup := s.match.Port, w.CgroupID
 	var id uint64
@@ -551,7 +635,7 @@ func (s *seat) datapath(ns *os.File, w discovery.Workload, a arrival) (datapath,
 			return nil, err
 		}
 	}
-	return newKernelDatapath(kernelOptions{
+	k, err := newKernelDatapath(kernelOptions{
 		BPF: s.n.bpf, Host: s.n.host, Ring: s.n.ring, NetNS: ns, ID: s.id, Gen: a.gen, Enforce: a.set.mode == drain.ModeEnforce,
 		Only: a.set.cov.ports, Adopt: true, PIDs: a.proc.descendants, Log: s.log,
 		Watch: func(h *bpf.Host, watch bpf.Watch) error {
@@ -565,6 +649,10 @@ func (s *seat) datapath(ns *os.File, w discovery.Workload, a arrival) (datapath,
 			return errors.Join(errs...)
 		},
 	})
+	if err != nil {
+		return nil, err // and no datapath that is a nil pointer
+	}
+	return k, nil
 }
 
 // asking is a probe of one process that runs.
@@ -656,8 +744,20 @@ func (s *seat) adjust(ctx context.Context) {
 func (s *seat) anew(ctx context.Context, inc *incarnation) {
 	inc.end()
 	if err := s.enter(ctx, inc.proc.workload, arrival{gen: inc.gen, set: s.set, proc: inc.proc}); err != nil && ctx.Err() == nil {
-		s.degraded("the configuration cannot be put in force: " + err.Error())
+		s.vacate(inc, "", true)
+		s.fail("the configuration cannot be put in force: " + err.Error())
+		s.n.poke()
 	}
+}
+
+// vacate makes an incarnation that has been ended one without a process.
+func (s *seat) vacate(inc *incarnation, why string, unknown bool) {
+	next := &incarnation{gen: inc.gen, set: s.set, absent: why, unknown: unknown}
+	if st := inc.machine.Status(); st.ID == "" {
+		next.lost = st.State == drain.StateLost
+	}
+	s.current.Store(next)
+	s.closeProcess(inc.proc)
 }
 
 // lateOptions is member.late.
@@ -689,7 +789,10 @@ func (s *seat) stop(remove bool) error {
 				_, err := inc.machine.Undrain(ctx, inc.gen, "the configuration, which names it no more")
 				switch {
 				case errors.Is(err, drain.ErrFlushing):
-					<-inc.machine.Done()
+					select {
+					case <-inc.machine.Done():
+					case <-s.n.ctx.Done(): // the next owner finds it
+					}
 				case err != nil && !errors.Is(err, drain.ErrNotDraining):
 					errs = append(errs, err)
 				}
@@ -702,8 +805,12 @@ func (s *seat) stop(remove bool) error {
 		errs = append(errs, inc.proc.close())
 	}
 	s.unprobe()
-	if s.dp != nil {
+	s.n.unclaim(s)
+	switch {
+	case s.dp != nil:
 		errs = append(errs, s.dp.close(remove))
+	case remove:
+		errs = append(errs, s.n.forget(s.id)) // of an owner before us
 	}
 	errs = append(errs, s.j.close())
 	if remove {
