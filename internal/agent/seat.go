@@ -54,6 +54,7 @@ type seat struct {
 	set      *settings // for the next incarnation
 	asks     *asking   // nil: nothing is probed
 	settle   <-chan time.Time
+	resting  <-chan time.Time
 	exited   bool   // the present process has, and its drain knows
 	over     bool   // the drain of the present incarnation is
 	audited  uint64 // connections counted at the last audit that agreed
@@ -155,6 +156,9 @@ func agentRelay(backend string) string { return "agent-" + backend }
 // agentBackendID names a backend of the agent of this host: the same name is the same one until the next boot.
 func agentBackendID(name string) uint64 { return hashID("agent", bootID(), name) }
 
+// restAfter is how long after the end of a process its successor is expected where it was.
+const restAfter = 5 * time.Second
+
 // settleFor is how long what was open before is given to be counted, before anybody is told that it is not.
 const settleFor = time.Second
 
@@ -194,6 +198,9 @@ func (s *seat) tend(ctx context.Context) {
 			for _, why := range inc.b.dp.warnings(nil) {
 				s.degraded(why)
 			}
+		case <-s.resting:
+			s.resting = nil
+			s.routine(ctx, inc)
 		case <-every.C:
 			s.routine(ctx, inc)
 		case <-ctx.Done():
@@ -222,6 +229,7 @@ func (s *seat) hear(ctx context.Context, h hint) {
 // left says that the process has ended.
 func (s *seat) left(inc *incarnation) {
 	s.exited = true
+	s.resting = time.After(restAfter)
 	s.unprobe()
 	s.n.unclaim(s)
 	s.emit(drain.Event{Type: EventRun, Gen: inc.gen, Message: fmt.Sprintf("process %d ended: %s", inc.proc.pid, inc.proc.exit), Fields: map[string]any{"pid": inc.proc.pid, "exit": inc.proc.exit.String()}})
