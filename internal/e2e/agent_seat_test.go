@@ -4,12 +4,18 @@ package e2e
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/netnstest"
 )
 
 // twoPorts is a server that takes connections on two ports of the loopback and keeps them.
@@ -87,4 +93,47 @@ func TestR5_ANameThatMeansAnotherProcess(t *testing.T) {
 	if err := first.Process.Signal(syscall.Signal(0)); err != nil {
 		t.Errorf("the process that is configured no more was ended: %v", err)
 	}
+}
+
+// A unit that is started again may get a control group of the same name and another number: what begins to listen in it, in
+// a process that the main one has not started, is counted.
+func TestC25_AControlGroupThatIsMadeAnew(t *testing.T) {
+	t.Parallel()
+	n := newNode(t, "")
+	root, err := netnstest.CgroupRoot()
+	if err != nil {
+		t.Fatal(err)
+	}
+	outer := netnstest.Cgroup(t)
+	dir := filepath.Join(outer, "unit")
+	t.Cleanup(func() {
+		eventually(t, "the control group goes", func() bool { err := os.Remove(dir); return err == nil || errors.Is(err, fs.ErrNotExist) })
+	})
+	n.set(agentBudget + fmt.Sprintf("services:\n  - name: web\n    backends:\n      - {name: one, match: {cgroup: %s}}\n", strings.TrimPrefix(dir, root)))
+	begin := func(addr string) *netnstest.Cmd {
+		return program(t, n.ns, append([]string{"sh", "-c", `echo $$ > "$0"/cgroup.procs && exec "$@"`, dir}, goServer(t, addr)...)...)
+	}
+	mkdir := func() {
+		if err := os.Mkdir(dir, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	mkdir()
+	first := begin("127.0.0.1:8081")
+	n.agent()
+	n.ready("one")
+	if err := first.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = first.Wait()
+	eventually(t, "the control group goes", func() bool { return os.Remove(dir) == nil })
+	mkdir()
+	second := begin("127.0.0.1:8081")
+	n.awaitView("one", "the next process is there", func(b api.Backend) bool { return b.Ready && b.PID == second.Process.Pid })
+	begin("127.0.0.1:8082")
+	listens(t, n.ns, 8082)
+	for range 3 {
+		holdOpen(t, n.ns, "127.0.0.1:8082")
+	}
+	n.awaitView("one", "three are open", func(b api.Backend) bool { return b.CountsKnown && value(b.Counts.Open) == 3 })
 }
