@@ -129,7 +129,7 @@ func TestC14_TheSameAgainBeginsNothing(t *testing.T) {
 	n.shares("blue", "blue", "green")
 	kept := holdOpen(t, n.ns, "127.0.0.1:80")
 	defer kept.Close()
-	before := n.view("blue")
+	before := n.awaitView("blue", "counted", func(b api.Backend) bool { return b.CountsKnown })
 	events := len(d.all(agent.EventService)) + len(d.all(agent.EventRun)) + len(d.all(agent.EventListener))
 	for range 5 {
 		d.reload(backends(1))
@@ -139,7 +139,7 @@ func TestC14_TheSameAgainBeginsNothing(t *testing.T) {
 	d.says("the configuration stays as it was")
 	after := n.view("blue")
 	if after.Gen != before.Gen || after.PID != before.PID || value(after.Counts.Accepted) != value(before.Counts.Accepted) || len(after.Warnings) > 0 {
-		t.Errorf("after five reloads of the same: got %+v, want %+v", after, before)
+		t.Errorf("after five reloads of the same: got generation %d, process %d, %s, %q; want %d, %d, %s", after.Gen, after.PID, shown(after), after.Warnings, before.Gen, before.PID, shown(before))
 	}
 	if now := len(d.all(agent.EventService)) + len(d.all(agent.EventRun)) + len(d.all(agent.EventListener)); now != events {
 		t.Errorf("%d events for reloads that change nothing", now-events)
@@ -151,7 +151,7 @@ func TestC14_TheSameAgainBeginsNothing(t *testing.T) {
 	}
 	after = n.view("blue")
 	if after.Gen != before.Gen || after.PID != before.PID || value(after.Counts.Accepted) != value(before.Counts.Accepted) || !after.CountsKnown {
-		t.Errorf("after another weight: got %+v, want %+v", after, before)
+		t.Errorf("after another weight: got generation %d, process %d, %s; want %d, %d, %s", after.Gen, after.PID, shown(after), before.Gen, before.PID, shown(before))
 	}
 	n.mustServe("127.0.0.1:80")
 }
