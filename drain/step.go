@@ -3,6 +3,7 @@
 package drain
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -807,7 +808,7 @@ func (m *Machine) progress(now time.Time) {
 		args = append(args, "in_flight", d.inFlight(), "counts", d.counts.fields())
 	}
 	m.log.Info("drain progress", args...)
-	m.emit(Event{Type: EventProgress, Phase: d.phase, Message: "waiting for: " + blocks, Fields: fields})
+	m.emit(Event{Type: EventProgress, Phase: d.phase, Message: "waiting for: " + cmp.Or(blocks, "the application"), Fields: fields})
 	if d.how != "" && d.lates != d.lateTold {
 		m.tellLate(fmt.Sprintf("late connections: %d came, %d are carried, %d parked", d.lates.Arrived, d.lates.Carried, d.lates.Parked), nil)
 	}

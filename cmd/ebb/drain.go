@@ -217,6 +217,16 @@ func (e *environment) drainGroup(ctx context.Context, c drainCall, g []*target, 
 // sayDrains writes what came of the targets and returns the worst of it.
 func (e *environment) sayDrains(c drainCall, targets []*target) error {
 	var errs []error
+	if !c.one() {
+		// Of many, one without a process is none that could not be drained.
+		targets = slices.DeleteFunc(targets, func(t *target) bool {
+			nothing := t.PID == 0 && errors.Is(t.err, api.ErrNotPossible)
+			if nothing {
+				fmt.Fprintf(e.stderr, "ebb: nothing to drain: %s has no process\n", line(t.Name))
+			}
+			return nothing
+		})
+	}
 	for _, t := range targets {
 		if t.err != nil {
 			errs = append(errs, t.err)

@@ -251,6 +251,9 @@ func outcomeColour(d *api.Drain) string {
 }
 
 func guardedCell(b api.Backend) cell {
+	if b.PID == 0 {
+		return cell{text: "–"} // nothing runs
+	}
 	if b.Guarded {
 		return cell{text: string(b.Datapath)}
 	}

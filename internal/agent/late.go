@@ -657,14 +657,14 @@ func (l *late) retarget(ctx context.Context, last, next plan) error {
 		}
 		l.log.Info("late connections are steered elsewhere", "to", strings.Join(next.whom, ", "))
 		l.tell("late connections are steered to "+strings.Join(next.whom, ", "), nil)
-		return l.b.dp.steer(ctx, l.addresses(), targets, l.left())
+		return l.resteer(ctx, targets)
 	}
 	if len(next.peers) > 0 {
 		cookie, err := l.startRelay(ctx, next.space, next.peers, false, l.end())
 		if err != nil {
 			return err
 		}
-		if err := l.b.dp.steer(ctx, l.addresses(), map[netip.AddrPort][]uint64{{}: {cookie}}, l.left()); err != nil {
+		if err := l.resteer(ctx, map[netip.AddrPort][]uint64{{}: {cookie}}); err != nil {
 			return err
 		}
 		l.mu.Lock()
@@ -705,7 +705,7 @@ func (l *late) repeer(ctx context.Context, how drain.OnNew, last, next plan) err
 		if err != nil {
 			return err
 		}
-		return l.b.dp.steer(ctx, l.addresses(), map[netip.AddrPort][]uint64{{}: {cookie}}, l.left())
+		return l.resteer(ctx, map[netip.AddrPort][]uint64{{}: {cookie}})
 	}
 	if slices.Equal(last.peers, next.peers) {
 		return nil
@@ -722,6 +722,14 @@ func (l *late) repeer(ctx context.Context, how drain.OnNew, last, next plan) err
 		return p.Release(ctx, next.peers...)
 	}
 	return p.SetPeers(ctx, next.peers)
+}
+
+// resteer sends what is late elsewhere.
+func (l *late) resteer(ctx context.Context, targets map[netip.AddrPort][]uint64) error {
+	if err := l.b.dp.steer(ctx, l.addresses(), targets, l.left()); err != nil || l.b.flipped == nil {
+		return err
+	}
+	return l.b.flipped(ctx)
 }
 
 func (l *late) end() time.Time {

@@ -28,7 +28,7 @@ import (
 // the addresses are under the rule of a backend that has no listener of its own.
 //
 //	ready backends ──► their listeners
-//	none is ready  ──► those that drain and still admit ──► the relay of one that drains ──► nobody: the ordinary look-up
+//	none is ready  ──► those that drain and still admit ──► where a drain sends what is late: its relay, a run ──► nobody
 //
 // An address on which a backend, or anybody else, listens itself is left to that one.
 type serviceSeat struct {
@@ -211,14 +211,14 @@ type candidate struct {
 	space   *space
 	weight  int
 	tier    int    // the lowest that there is is used
-	cookie  uint64 // of a relay's listener, which is a target already; else 0
+	cookie  uint64 // of one that is a target already, a relay's or another's; else 0
 }
 
 // The tiers of candidates.
 const (
 	tierReady = iota
 	tierAdmits
-	tierRelay
+	tierLate
 	tierUnknown // its probe has not told yet: what is steered to it already stays, as after a restart of the agent
 	tierNone    // it gets nothing new
 )
@@ -234,7 +234,7 @@ func (v *serviceSeat) candidates(ctx context.Context) (all []candidate) {
 		if err := inc.serves(ctx, s.name); err != nil {
 			switch {
 			case inc.b.dp.refusing() || inc.b.late.redirecting():
-				tier = tierRelay
+				tier = tierLate
 			case inc.draining():
 				tier = tierAdmits
 			case errors.Is(err, errUnprobed):
@@ -245,11 +245,12 @@ func (v *serviceSeat) candidates(ctx context.Context) (all []candidate) {
 		}
 		for _, sp := range inc.b.dp.spaces() {
 			c := candidate{backend: s.name, netns: sp.id, space: sp, weight: inc.set.weight, tier: tier}
-			if tier == tierRelay {
-				inc.b.late.mu.Lock()
-				c.cookie = inc.b.late.listener
-				inc.b.late.mu.Unlock()
-				if c.cookie != 0 {
+			if tier == tierLate {
+				cookies, err := v.late(inc, sp)
+				if err != nil {
+					v.log.Warn("look where late connections go", "backend", s.name, "err", err)
+				}
+				for _, c.cookie = range cookies {
 					all = append(all, c)
 				}
 				c.cookie, c.tier = 0, tierNone // for its own listeners
@@ -286,6 +287,22 @@ func (v *serviceSeat) called(all []candidate) map[uint64]string {
 		names[cmp.Or(c.cookie, c.Cookie)] = c.backend
 	}
 	return names
+}
+
+// late are the listeners to which a drain redirects what comes late.
+func (v *serviceSeat) late(inc *incarnation, sp *space) (cookies []uint64, err error) {
+	if !inc.b.late.redirecting() {
+		return nil, nil
+	}
+	for _, l := range inc.b.late.addresses() {
+		to, err := v.n.host.Targets(bpf.Address{NetNS: sp.id, AddrPort: l.addr})
+		if err != nil {
+			return nil, err
+		}
+		cookies = append(cookies, to...)
+	}
+	slices.Sort(cookies)
+	return slices.Compact(cookies), nil
 }
 
 // update writes where each address is steered to, one write for each that has changed.
