@@ -61,7 +61,9 @@ services:
 		{"no backend", func(c *Config) { c.Services[0].Backends = nil }, "backends"},
 		{"no match", func(c *Config) { c.Services[0].Backends[0].Match = nil }, "backends[0]"},
 		{"no default", func(c *Config) { c.Services[0].Policy.Idle = "" }, "idle"},
-		{"port", func(c *Config) { c.Services[0].Ready.HTTP.Port = 0 }, "ready.http.port"},
+		{"port", func(c *Config) {
+			c.Services[0].Ready.HTTP.Port, c.Services[0].Backends[0].Match.Port, c.Services[0].Backends[0].Match.Unit = 0, 0, "web.service"
+		}, "services[0].ready"},
 	} {
 		c, err := Parse("f", []byte(text))
 		if err != nil {

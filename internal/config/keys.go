@@ -150,17 +150,17 @@ func probeKeys(p *health.Probe) []key {
 			keys: func(h *health.HTTPProbe) []key {
 				return []key{
 					{name: "path", value: requestPath(&h.Path)},
-					{name: "port", value: port(&h.Port), required: true},
+					{name: "port", value: omit(port(&h.Port))},
 					{name: "host", value: orNone(matching(&h.Host, "a host name, or a host name and a port", hostHeader.MatchString))},
 				}
 			},
 		}},
 		{name: "tcp", value: optional[health.TCPProbe]{to: &p.TCP, keys: func(t *health.TCPProbe) []key {
-			return []key{{name: "port", value: port(&t.Port), required: true}}
+			return []key{{name: "port", value: omit(port(&t.Port))}}
 		}}},
 		{name: "grpc", value: optional[health.GRPCProbe]{to: &p.GRPC, keys: func(g *health.GRPCProbe) []key {
 			return []key{
-				{name: "port", value: port(&g.Port), required: true},
+				{name: "port", value: omit(port(&g.Port))},
 				{name: "service", value: text(&g.Service, "the name of a service")},
 			}
 		}}},
@@ -286,6 +286,14 @@ func (s *Service) check(r *reader, path string) {
 	case unix.SIGSTOP, unix.SIGCONT, unix.SIGCHLD:
 		r.refuse(path+".flush.signal", "no program ends at it")
 	}
+	if s.Ready != nil && !r.bad[path+".ready"] && s.Ready.NeedsPort() {
+		for _, b := range s.Backends {
+			if b.Match != nil && b.Match.Port == 0 {
+				r.refuse(path+".ready", "names no port, and %s is not matched by one: give either", b.Name)
+				break
+			}
+		}
+	}
 	if s.Backends == nil && r.lines[path+".backends"] != 0 && !r.bad[path+".backends"] {
 		r.refuse(path+".backends", "a service needs at least one backend")
 	}
@@ -321,7 +329,7 @@ func checkProbe(p *health.Probe, r *reader, path string) {
 	if r.bad[path] {
 		return
 	}
-	if err := p.Validate(); err != nil {
+	if err := p.At(1).Validate(); err != nil { // that a port is missing is for Service.check
 		r.refuse(path, "%w", err)
 	}
 }

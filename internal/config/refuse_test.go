@@ -147,7 +147,7 @@ var refusals = []struct {
 		service("d", "ready: {http: {port: 1, host: \"a b\"}}"), true, `
 :3: services[0].ready: probe cannot work: give one of http, tcp, grpc, exec
 :6: services[1].ready: probe cannot work: give only one of tcp, exec
-:9: services[2].ready.http: the key "port" is missing
+:9: services[2].ready: names no port, and c-1 is not matched by one: give either
 :12: services[3].ready.http.host: want a host name, or a host name and a port, or "" for none, got "a b"`},
 	{"api open to everybody", "api: {listen: \":9443\", tls: {cert: /c, key: /k}}\n", false, `
 :1: api.listen: whoever reaches :9443 could drain everything: give tls with client_ca, or token_file`},

@@ -31,6 +31,9 @@ type Options struct {
 	// attempt is treated as any client.
 	NotFrom [2]uint16
 
+	// Paused tells that nothing is to be asked now; what was found out stays. nil: never.
+	Paused func() bool
+
 	Log *slog.Logger // nil discards
 }
 
@@ -112,6 +115,10 @@ func (c *Checker) Run(ctx context.Context) error {
 		case <-next.C:
 		case <-ctx.Done():
 			return context.Cause(ctx)
+		}
+		if c.o.Paused != nil && c.o.Paused() {
+			next.Reset(c.probe.Interval - tenth + rand.N(2*tenth))
+			continue
 		}
 		begun := time.Now()
 		actx, cancel := context.WithTimeoutCause(ctx, c.probe.Timeout, errTimeout)

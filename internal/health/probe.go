@@ -3,6 +3,7 @@
 package health
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net/url"
@@ -54,6 +55,29 @@ type GRPCProbe struct {
 
 // ErrInvalid says that a probe is set in a way that cannot work.
 var ErrInvalid = errors.New("probe cannot work")
+
+// NeedsPort tells whether the probe asks at a port and names none.
+func (p Probe) NeedsPort() bool {
+	return p.HTTP != nil && p.HTTP.Port == 0 || p.TCP != nil && p.TCP.Port == 0 || p.GRPC != nil && p.GRPC.Port == 0
+}
+
+// At is the probe with a port in the place of one that it does not name.
+func (p Probe) At(port uint16) Probe {
+	if p.HTTP != nil {
+		h := *p.HTTP
+		h.Port = cmp.Or(h.Port, port)
+		p.HTTP = &h
+	}
+	if p.TCP != nil {
+		p.TCP = &TCPProbe{Port: cmp.Or(p.TCP.Port, port)}
+	}
+	if p.GRPC != nil {
+		g := *p.GRPC
+		g.Port = cmp.Or(g.Port, port)
+		p.GRPC = &g
+	}
+	return p
+}
 
 // Validate returns why a probe cannot work. The error wraps ErrInvalid. Zero
 // times and counts are valid: they are the defaults.
