@@ -50,6 +50,8 @@ type kernelDatapath struct {
 	targets map[netip.AddrPort][]uint64
 	// unseen says why connections may be open that are in no count yet; "" if none can be.
 	unseen string
+	// rival is the process, if another owner has it.
+	rival string
 	// elsewhere is why the counts are another installation's still; nil if they are not.
 	elsewhere error
 
@@ -427,6 +429,9 @@ func (k *kernelDatapath) warnings(g *glance) []string {
 	if k.elsewhere != nil {
 		why = append(why, k.elsewhere.Error()+": counts are unknown")
 	}
+	if k.rival != "" {
+		why = append(why, k.rival+" has another owner on this host already, an agent or a run, which counts its connections and drains it: leave it to one of them; counts are unknown here")
+	}
 	for _, err := range k.taken {
 		why = append(why, err.Error())
 	}
@@ -491,19 +496,26 @@ func (k *kernelDatapath) pids() []int {
 
 func (k *kernelDatapath) watch(ctx context.Context, p *process) error {
 	k.mu.Lock()
-	k.proc = p
+	k.proc, k.rival = p, ""
 	k.mu.Unlock()
 	tgid, start, err := bpf.TaskID(p.pid)
 	if err != nil {
 		return err
 	}
-	k.mu.Lock()
-	k.watched = tgid
-	k.mu.Unlock()
-	if err := k.host.WatchProcess(tgid, start, k.watchRule()); err != nil {
+	err = k.host.WatchProcess(tgid, start, k.watchRule())
+	if errors.Is(err, bpf.ErrTaken) {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		k.rival = fmt.Sprintf("process %d", p.pid)
+		return nil // warnings says it
+	}
+	if err != nil {
 		k.setUnseen("its process cannot be watched: " + err.Error())
 		return err
 	}
+	k.mu.Lock()
+	k.watched = tgid
+	k.mu.Unlock()
 	return k.adopt(ctx)
 }
 
@@ -627,7 +639,7 @@ func (k *kernelDatapath) listeners(context.Context) ([]listener, bool, error) {
 func (k *kernelDatapath) trusted(missed uint64, broken string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	return k.unseen == "" && k.elsewhere == nil && missed == k.missedBase && broken == ""
+	return k.unseen == "" && k.rival == "" && k.elsewhere == nil && missed == k.missedBase && broken == ""
 }
 
 // broken says why what this host counts or refuses cannot be believed any more; "" while it can.

@@ -105,7 +105,7 @@ func (m *member) view(ctx context.Context, closer bool, g *glance) api.Backend {
 	s := inc.machine.Status()
 	ready := inc.serves(ctx, m.name)
 	v.State, v.Ready, v.OnNew = s.State, ready == nil, onNewOf(set, s)
-	if ready != nil && s.State == drain.StateServing {
+	if ready != nil && (s.State == drain.StateServing || s.ID == "") {
 		v.Warnings = append(v.Warnings, ready.Error())
 	}
 	v.Datapath, v.Guarded, v.PID = api.Datapath(inc.b.dp.name()), inc.b.dp.guarded(), inc.proc.pid

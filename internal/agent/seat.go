@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -122,21 +123,28 @@ func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 func settingsOf(sv config.Service, b config.Backend) *settings {
 	set := &settings{
 		mode: b.Mode, policy: sv.Policy, notify: sv.Notify, flush: sv.Flush, weight: b.Weight,
-		probe: sv.Ready, holdMax: sv.HoldMax, holdFor: sv.HoldFor,
+		holdMax: sv.HoldMax, holdFor: sv.HoldFor,
 	}
 	// The policy of a configuration has been validated, so that its sums fit.
 	set.eff, _ = drain.Validate(sv.Policy)
 	if b.Match.Port != 0 {
 		set.cov.ports = []uint16{b.Match.Port}
 	}
-	if p := sv.Ready; p != nil {
+	if sv.Ready != nil {
+		p := sv.Ready.At(b.Match.Port)
+		set.probe = &p
+		var port uint16
 		switch {
 		case p.HTTP != nil:
-			set.cov.aux = []uint16{p.HTTP.Port}
+			port = p.HTTP.Port
 		case p.TCP != nil:
-			set.cov.aux = []uint16{p.TCP.Port}
+			port = p.TCP.Port
 		case p.GRPC != nil:
-			set.cov.aux = []uint16{p.GRPC.Port}
+			port = p.GRPC.Port
+		}
+		// One that clients are steered to by the service's address, or that it is matched by, is the service's own.
+		if port != 0 && port != b.Match.Port && !slices.ContainsFunc(sv.Listen, func(a netip.AddrPort) bool { return a.Port() == port }) {
+			set.cov.aux = []uint16{port}
 		}
 	}
 	if len(sv.Health.From) > 0 || sv.Health.Path != "" {
@@ -682,7 +690,10 @@ func (s *seat) probe(p *process, probe *health.Probe) (ready func(context.Contex
 		return nil, nil
 	}
 	// The descriptor of the datapath stays open until unprobe.
-	c, err := health.New(health.Options{Probe: *probe, NetNS: s.dp.spaces()[0].fd, Log: s.log})
+	c, err := health.New(health.Options{
+		Probe: *probe, NetNS: s.dp.spaces()[0].fd, Log: s.log,
+		Paused: s.draining, // its connections would keep the drain from being quiet
+	})
 	if err != nil {
 		return nil, err
 	}

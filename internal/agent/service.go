@@ -284,7 +284,14 @@ func (v *serviceSeat) called(all []candidate) map[uint64]string {
 		}
 	}
 	for _, c := range all {
-		names[cmp.Or(c.cookie, c.Cookie)] = c.backend
+		if c.cookie != 0 {
+			names[c.cookie] = "late of " + c.backend // unless it is a backend's own, which comes below
+		}
+	}
+	for _, c := range all {
+		if c.cookie == 0 {
+			names[c.Cookie] = c.backend
+		}
 	}
 	return names
 }

@@ -271,13 +271,16 @@ func (b *backend) CloseAdmission(ctx context.Context, until time.Time) error {
 }
 
 // OpenAdmission implements drain.World.
-func (b *backend) OpenAdmission(context.Context) error {
+func (b *backend) OpenAdmission(ctx context.Context) error {
 	b.mu.Lock()
 	b.refusing = false
 	b.mu.Unlock()
 	err := errors.Join(b.dp.admit(), b.dp.unmark())
 	b.late.open()
 	b.late.keep.begin()
+	if b.flipped != nil {
+		err = errors.Join(err, b.flipped(ctx))
+	}
 	return err
 }
 
