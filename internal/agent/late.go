@@ -400,12 +400,13 @@ func (l *late) flip(ctx context.Context, how drain.OnNew, targets map[netip.Addr
 	if err := l.b.dp.steer(ctx, l.addresses(), targets, l.b.boot()+time.Until(until)); err != nil {
 		return err
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.how, l.why, l.until, l.base = how, why, until, steered
 	l.b.mu.Lock()
 	l.b.halfOpen = nil
 	l.b.mu.Unlock()
+	// Not with the backend's lock: whoever has that asks whether something is redirected.
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.how, l.why, l.until, l.base = how, why, until, steered
 	return nil
 }
 
