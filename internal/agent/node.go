@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"os"
 	"os/signal"
 	"path"
@@ -67,15 +68,20 @@ type node struct {
 	watcher *discovery.Watcher
 	snap    discovery.Snapshot // of look
 	pokes   chan struct{}      // a look at the host is due
-	room    chan struct{}      // one that left has gone: another one may have its name
+	room    chan struct{}      // the configuration is to be applied again: one that left has gone, or something was in the way
 	audits  chan struct{}      // those of routine that run
 	ctx     context.Context
 	wg      sync.WaitGroup
 
+	// Of apply alone.
+	unsteered string      // why a service is not steered
+	again     *time.Timer // until what could not be put in force is tried again
+
 	claims   claims
 	mu       sync.Mutex
 	cfg      *config.Config
-	seats    []*seat // in the order of the configuration
+	seats    []*seat            // in the order of the configuration
+	broken   map[string]*member // backends whose seat cannot be made at present
 	ends     map[*seat]context.CancelFunc
 	leaving  map[string]bool // names of backends that are configured no more, and not gone yet
 	services map[string]*serviceSeat
@@ -93,7 +99,7 @@ func RunAgent(ctx context.Context, o AgentOptions) error {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	n := &node{
-		o: o, log: o.Log, cfg: o.Config, pokes: make(chan struct{}, 1), room: make(chan struct{}, 1), audits: make(chan struct{}, 2), leaving: map[string]bool{},
+		o: o, log: o.Log, cfg: o.Config, pokes: make(chan struct{}, 1), room: make(chan struct{}, 1), audits: make(chan struct{}, 2), leaving: map[string]bool{}, broken: map[string]*member{},
 		ends: map[*seat]context.CancelFunc{}, services: map[string]*serviceSeat{},
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -170,14 +176,13 @@ func (n *node) keep(ctx context.Context, lost context.CancelCauseFunc) {
 func (n *node) own(ctx context.Context, sigs <-chan os.Signal) (ok bool, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	type answer struct {
-		l   *lease.Lease
-		err error
-	}
-	got := make(chan answer, 1)
+	got := make(chan error, 1)
 	go func() {
 		l, err := lease.Acquire(ctx, filepath.Join(n.conf().State.Dir, "lease", "owner"), lease.Options{Standby: n.o.Standby, Log: n.log})
-		got <- answer{l, err}
+		if l != nil {
+			n.lease.Store(l) // it is to be renewed from now on, whatever the goroutine of own is in the middle of
+		}
+		got <- err
 	}()
 	if n.o.Standby {
 		n.tell(systemd.Ready, systemd.Status("standing by"))
@@ -188,20 +193,15 @@ func (n *node) own(ctx context.Context, sigs <-chan os.Signal) (ok bool, err err
 		select {
 		case <-alive.C:
 			n.goesOn()
-		case a := <-got:
-			if a.l != nil {
-				n.lease.Store(a.l)
-			}
-			return a.err == nil, a.err
+		case err := <-got:
+			return err == nil, err
 		case s := <-sigs:
 			if s == unix.SIGHUP {
 				n.reload()
 				continue
 			}
 			cancel()
-			if a := <-got; a.l != nil {
-				return false, a.l.Release()
-			}
+			<-got
 			return false, nil
 		}
 	}
@@ -264,19 +264,17 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, n.watcher.Close()) }()
-	lns, err := n.bind(n.ctx)
+	lns, later, err := n.bind(n.ctx)
 	if err != nil {
 		return err
 	}
 	if err := n.orphans(cfg); err != nil {
 		n.log.Warn("remove what an earlier agent has left", "err", err)
 	}
-	if err := n.apply(cfg); err != nil {
-		return errors.Join(err, lns.close())
-	}
+	n.apply(cfg)
 	n.look()
 	n.settle()
-	stopAPI, err := n.serve(lns)
+	stopAPI, err := n.serve(lns, later)
 	if err != nil {
 		return err
 	}
@@ -385,9 +383,7 @@ func (n *node) loop(sigs <-chan os.Signal) error {
 			n.look()
 			wait(n.ctx, lookEvery)
 		case <-n.room:
-			if err := n.apply(n.conf()); err != nil {
-				n.log.Error("configure a backend whose name was in use", "err", err)
-			}
+			n.apply(n.conf())
 			n.look()
 		case s := <-sigs:
 			if s != unix.SIGHUP {
@@ -472,21 +468,20 @@ func (n *node) reload() {
 	if err == nil {
 		err = n.reloadable(cfg)
 	}
-	switch {
-	case err != nil:
-	case n.events != nil:
-		err = n.apply(cfg)
-	default: // another one owns the host still
-		n.mu.Lock()
-		n.cfg = cfg
-		n.mu.Unlock()
-	}
 	if err != nil {
 		n.log.Error("the configuration stays as it was", "err", err)
 		n.emit(drain.Event{Type: EventAgent, Message: "the configuration stays as it was: " + err.Error()})
 		return
 	}
 	n.log.Info("configuration reloaded")
+	if n.events != nil {
+		n.apply(cfg)
+		return
+	}
+	// Another one owns the host still.
+	n.mu.Lock()
+	n.cfg = cfg
+	n.mu.Unlock()
 }
 
 // reloadable refuses a configuration that only a start can put in force.
@@ -497,16 +492,21 @@ func (n *node) reloadable(cfg *config.Config) error {
 	return nil
 }
 
-// apply makes the seats those of the configuration: what is unchanged is not touched.
-func (n *node) apply(cfg *config.Config) error {
+// applyEvery is how often what could not be put in force is tried again.
+const applyEvery = 5 * time.Second
+
+// apply makes the seats those of the configuration: what is unchanged is not touched. What cannot be made keeps nothing else
+// from it: it is told, shown as unknown, and tried again.
+func (n *node) apply(cfg *config.Config) {
 	n.mu.Lock()
 	have := map[string]*seat{}
 	for _, s := range n.seats {
 		have[s.name] = s
 	}
+	was := n.broken
 	n.mu.Unlock()
 	var seats, fresh []*seat
-	var errs []error
+	broken := map[string]*member{}
 	for _, sv := range cfg.Services {
 		for _, b := range sv.Backends {
 			if b.Match == nil {
@@ -525,19 +525,23 @@ func (n *node) apply(cfg *config.Config) error {
 			if s != nil || leaving {
 				continue // the same name for something else: what was has to go first, and then we come again
 			}
+			n.goesOn()
 			s, err := n.newSeat(sv, b)
 			if err != nil {
-				errs = append(errs, fmt.Errorf("backend %s: %w", b.Name, err))
+				broken[b.Name] = n.unseated(sv, b, err, was[b.Name])
 				continue
 			}
 			seats, fresh = append(seats, s), append(fresh, s)
 		}
 	}
+	again := len(broken) > 0
 	if len(fresh) > 0 {
-		errs = append(errs, syncDir(filepath.Join(cfg.State.Dir, "backends")))
+		if err := syncDir(filepath.Join(cfg.State.Dir, "backends")); err != nil {
+			n.degraded("the journals of new backends may not outlive a power failure: " + err.Error())
+		}
 	}
 	n.mu.Lock()
-	n.cfg, n.seats = cfg, seats
+	n.cfg, n.seats, n.broken = cfg, seats, broken
 	n.mu.Unlock()
 	for _, s := range have {
 		n.remove(s)
@@ -549,8 +553,50 @@ func (n *node) apply(cfg *config.Config) error {
 		n.mu.Unlock()
 		go s.tend(ctx)
 	}
-	errs = append(errs, n.steerServices(cfg))
-	return errors.Join(errs...)
+	unsteered := ""
+	if err := n.steerServices(cfg); err != nil {
+		unsteered, again = err.Error(), true
+		if unsteered != n.unsteered {
+			n.degraded(unsteered)
+		}
+	}
+	n.unsteered = unsteered
+	if n.again != nil {
+		n.again.Stop()
+	}
+	if again {
+		n.again = time.AfterFunc(applyEvery, n.makeRoom)
+	}
+}
+
+// unseated stands for a backend that cannot be made. before is the one of the last try, if that failed too: what is the same
+// still is not told again.
+func (n *node) unseated(sv config.Service, b config.Backend, err error, before *member) *member {
+	why := "it cannot be looked after: " + err.Error()
+	m := &member{
+		name: b.Name, service: sv.Name, unit: b.Match.Unit, id: agentBackendID(b.Name), started: n.started, log: n.log, events: n.events, metrics: n.metrics,
+		drains: n.recall(b.Name),
+	}
+	m.current.Store(&incarnation{set: settingsOf(sv, b), absent: why, unknown: true})
+	if before == nil || before.life().absent != why {
+		n.metrics.Register(sv.Name, b.Name)
+		m.degraded(why)
+	}
+	return m
+}
+
+// degraded tells what the agent itself cannot do.
+func (n *node) degraded(msg string) {
+	n.log.Warn("degraded", "why", msg)
+	n.emit(drain.Event{Type: EventDegraded, Message: msg})
+}
+
+// makeRoom has the configuration applied again.
+func (n *node) makeRoom() {
+	select {
+	case n.room <- struct{}{}:
+	default:
+	}
 }
 
 // remove ends a backend that is configured no more, beside us: what it is in the middle of may take a while.
@@ -569,10 +615,7 @@ func (n *node) remove(s *seat) {
 		n.mu.Lock()
 		delete(n.leaving, s.name)
 		n.mu.Unlock()
-		select {
-		case n.room <- struct{}{}:
-		default:
-		}
+		n.makeRoom()
 	})
 }
 
@@ -581,9 +624,12 @@ func (n *node) roster() roster {
 	return func() []*member {
 		n.mu.Lock()
 		defer n.mu.Unlock()
-		ms := make([]*member, len(n.seats))
-		for i, s := range n.seats {
-			ms[i] = s.member
+		ms := make([]*member, 0, len(n.seats)+len(n.broken))
+		for _, s := range n.seats {
+			ms = append(ms, s.member)
+		}
+		for _, name := range slices.Sorted(maps.Keys(n.broken)) {
+			ms = append(ms, n.broken[name])
 		}
 		return ms
 	}

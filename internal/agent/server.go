@@ -5,7 +5,6 @@ package agent
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net"
 	"os/user"
 	"sync"
@@ -42,67 +41,83 @@ func (es entrances) close() error {
 	return errors.Join(errs...)
 }
 
-// bind opens what the configuration names.
-func (n *node) bind(ctx context.Context) (es entrances, err error) {
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, es.close())
-		}
-	}()
+// opening is an entrance that the configuration names.
+type opening struct {
+	what string
+	open func(context.Context) (entrance, error)
+}
+
+// openings are all but the operators' socket.
+func (n *node) openings() (os []opening) {
 	c := n.conf()
-	gid, err := operators(c.API.Group)
-	if err != nil {
-		return es, err
-	}
-	ln, err := listen(ctx, func() (net.Listener, error) { return api.ListenAs(c.API.Socket, 0o660, gid) })
-	if err != nil {
-		return es, err
-	}
-	es = append(es, entrance{front.Entrance{Kind: front.Operators, Listener: ln, GID: gid}, api.Operators(gid)})
-	if c.API.AppSocket != "" {
-		ln, err := listen(ctx, func() (net.Listener, error) { return api.ListenAs(c.API.AppSocket, 0o666, -1) })
-		if err != nil {
-			return es, err
-		}
-		es = append(es, entrance{front.Entrance{Kind: front.Apps, Listener: ln}, api.Apps(n.owns)})
-	}
 	// Plain TCP: an MPTCP socket would fit no socket map, and nobody asks for one here.
 	var lc net.ListenConfig
 	lc.SetMultipathTCP(false)
+	if c.API.AppSocket != "" {
+		os = append(os, opening{"applications are not served at " + c.API.AppSocket, func(context.Context) (entrance, error) {
+			ln, err := api.ListenAs(c.API.AppSocket, 0o666, -1)
+			return entrance{front.Entrance{Kind: front.Apps, Listener: ln}, api.Apps(n.owns)}, err
+		}})
+	}
 	if c.API.Listen != "" {
-		access, err := api.Remote(n.credentials(), n.log)
-		if err != nil {
-			return es, err
-		}
-		ln, err := listen(ctx, func() (net.Listener, error) { return lc.Listen(ctx, "tcp", c.API.Listen) })
-		if err != nil {
-			return es, fmt.Errorf("listen for the API: %w", err)
-		}
-		es = append(es, entrance{front.Entrance{Kind: front.Remote, Listener: ln}, access})
+		os = append(os, opening{"the API is not served at " + c.API.Listen, func(ctx context.Context) (entrance, error) {
+			access, err := api.Remote(n.credentials(), n.log)
+			if err != nil {
+				return entrance{}, err
+			}
+			ln, err := lc.Listen(ctx, "tcp", c.API.Listen)
+			return entrance{front.Entrance{Kind: front.Remote, Listener: ln}, access}, err
+		}})
 	}
 	if c.Metrics.Listen != "" {
-		ln, err := listen(ctx, func() (net.Listener, error) { return lc.Listen(ctx, "tcp", c.Metrics.Listen) })
-		if err != nil {
-			return es, fmt.Errorf("listen for metrics: %w", err)
-		}
-		es = append(es, entrance{front.Entrance{Kind: front.Probes, Listener: ln}, api.Access{}})
+		os = append(os, opening{"metrics are not served at " + c.Metrics.Listen, func(ctx context.Context) (entrance, error) {
+			ln, err := lc.Listen(ctx, "tcp", c.Metrics.Listen)
+			return entrance{front.Entrance{Kind: front.Probes, Listener: ln}, api.Access{}}, err
+		}})
 	}
-	return es, nil
+	return os
+}
+
+// bind opens what the configuration names. Without the operators' socket there is no agent; what else cannot be opened keeps it
+// from nothing, and is to be opened later.
+func (n *node) bind(ctx context.Context) (es entrances, later []opening, err error) {
+	c := n.conf()
+	gid, err := operators(c.API.Group)
+	if err != nil {
+		return nil, nil, err
+	}
+	until := time.Now().Add(letGoFor)
+	e, err := listen(ctx, until, func(context.Context) (entrance, error) {
+		ln, err := api.ListenAs(c.API.Socket, 0o660, gid)
+		return entrance{front.Entrance{Kind: front.Operators, Listener: ln, GID: gid}, api.Operators(gid)}, err
+	})
+	if err != nil {
+		return nil, nil, err
+	}
+	es = append(es, e)
+	for _, o := range n.openings() {
+		if e, err = listen(ctx, until, o.open); err != nil {
+			later = append(later, o)
+			n.degraded(o.what + ": " + err.Error())
+			continue
+		}
+		es = append(es, e)
+	}
+	return es, later, nil
 }
 
 // letGoFor is how long the front of an agent that was killed may take to let go of its sockets.
 const letGoFor = 5 * time.Second
 
-// listen opens a socket, and waits a little for one that is in use: whoever owns this host alone is the agent.
-func listen(ctx context.Context, open func() (net.Listener, error)) (net.Listener, error) {
-	for until := time.Now().Add(letGoFor); ; {
-		ln, err := open()
+// listen opens an entrance, and waits a little for one that is in use: whoever owns this host alone is the agent.
+func listen(ctx context.Context, until time.Time, open func(context.Context) (entrance, error)) (entrance, error) {
+	for {
+		e, err := open(ctx)
 		if err == nil || !errors.Is(err, api.ErrInUse) && !errors.Is(err, unix.EADDRINUSE) || time.Now().After(until) {
-			return ln, err
+			return e, err
 		}
-		wait(ctx, 10*time.Millisecond)
-		if ctx.Err() != nil {
-			return nil, err
+		if !wait(ctx, 10*time.Millisecond) {
+			return e, err
 		}
 	}
 }
@@ -123,29 +138,18 @@ func operators(name string) (gid int, err error) {
 	return api.GroupID(name)
 }
 
-// serve answers at the entrances until stop is called: in a process without privilege, or if there can be none in this one.
-func (n *node) serve(es entrances) (stop func(), err error) {
+// serve answers at the entrances, and at those that can be opened later, until stop is called.
+func (n *node) serve(es entrances, later []opening) (stop func(), err error) {
 	srv, err := api.NewServer(api.Options{Source: nodeAPI{n.roster()}, Log: n.events, Metrics: n.metrics.Handler(), Logger: n.log, Audit: n.audited})
 	if err != nil {
 		return nil, errors.Join(err, es.close())
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	var served sync.WaitGroup
-	served.Go(func() {
-		if separable() {
-			err := front.Serve(ctx, n.frontOptions(es))
-			if err == nil {
-				return
-			}
-			if !errors.Is(err, front.ErrUnavailable) {
-				n.log.Warn("end the front", "err", err)
-				return
-			}
-			n.log.Warn("the API is served by the agent itself, which is root", "err", err)
-			n.emit(drain.Event{Type: EventDegraded, Message: "the API is served by the agent itself, which is root: " + err.Error()})
-		}
-		n.serveHere(ctx, srv, es)
-	})
+	served.Go(func() { n.answer(ctx, srv, es) })
+	for _, o := range later {
+		served.Go(func() { n.openLater(ctx, srv, o) })
+	}
 	return func() {
 		// The log is closed first, so that followers read the last events and leave.
 		if err := n.events.Close(); err != nil {
@@ -157,6 +161,45 @@ func (n *node) serve(es entrances) (stop func(), err error) {
 			n.log.Warn("close the API's sockets", "err", err)
 		}
 	}, nil
+}
+
+// openEvery is how often an entrance that could not be opened is tried again.
+const openEvery = 3 * time.Second
+
+// openLater tries to open an entrance until it is open, and answers there.
+func (n *node) openLater(ctx context.Context, srv *api.Server, o opening) {
+	for wait(ctx, openEvery) {
+		e, err := o.open(ctx)
+		if err != nil {
+			n.log.Debug("open an entrance of the API", "err", err)
+			continue
+		}
+		at := e.Listener.Addr().String()
+		n.log.Info("an entrance of the API could be opened at last", "address", at)
+		n.emit(drain.Event{Type: EventAgent, Message: "could be opened at last, and is served: " + at})
+		es := entrances{e}
+		n.answer(ctx, srv, es)
+		if err := es.close(); err != nil {
+			n.log.Warn("close the API's sockets", "err", err)
+		}
+		return
+	}
+}
+
+// answer answers at the entrances until ctx is over: in a process without privilege, or if there can be none in this one.
+func (n *node) answer(ctx context.Context, srv *api.Server, es entrances) {
+	if separable() {
+		err := front.Serve(ctx, n.frontOptions(es))
+		if err == nil {
+			return
+		}
+		if !errors.Is(err, front.ErrUnavailable) {
+			n.log.Warn("end the front", "err", err)
+			return
+		}
+		n.degraded("the API is served by the agent itself, which is root: " + err.Error())
+	}
+	n.serveHere(ctx, srv, es)
 }
 
 func (n *node) frontOptions(es entrances) front.Options {
