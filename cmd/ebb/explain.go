@@ -202,7 +202,7 @@ func sharesText(a api.ServiceAddress) string {
 		sum += n
 	}
 	if sum == 0 {
-		return "is steered to nobody: " + a.Why
+		return "is not steered: " + a.Why
 	}
 	var parts []string
 	for _, name := range slices.Sorted(maps.Keys(a.Shares)) {

@@ -242,6 +242,7 @@ func (s *seat) left(inc *incarnation) {
 	s.n.unclaim(s)
 	s.emit(drain.Event{Type: EventRun, Gen: inc.gen, Message: fmt.Sprintf("process %d ended: %s", inc.proc.pid, inc.proc.exit), Fields: map[string]any{"pid": inc.proc.pid, "exit": inc.proc.exit.String()}})
 	s.n.poke()
+	s.reopen(inc)
 	if inc.b.flushing.Load() {
 		return // the flush sees it, and says so itself
 	}
@@ -264,12 +265,25 @@ func endOf(inc *incarnation) error {
 func (s *seat) ended(ctx context.Context, inc *incarnation) {
 	st := inc.machine.Status()
 	s.over = st.State == drain.StateDone || st.State == drain.StateLost
+	s.reopen(inc)
 	s.n.changed(s.service)
 	switch {
 	case !s.over:
 		s.adjust(ctx) // taken back: what was configured meanwhile holds now
 	case inc.set.mode != drain.ModeEnforce && !s.exited && s.alive(inc):
 		s.anew(ctx, inc) // nothing was done to it: it serves, and can be drained again
+	}
+}
+
+// reopen ends the refusal of a process that has ended, drain and all. The kernel does it when the last listener closes, but one
+// that somebody else holds, as systemd does for a socket unit, is there for the next process, which may be started by what
+// comes.
+func (s *seat) reopen(inc *incarnation) {
+	if !s.exited || !s.over || !inc.b.dp.refusing() {
+		return
+	}
+	if err := inc.b.dp.admit(); err != nil {
+		s.log.Warn("open admission after the end of the process", "err", err)
 	}
 }
 

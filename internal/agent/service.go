@@ -553,7 +553,7 @@ func (v *serviceSeat) listens(ctx context.Context, addr netip.AddrPort, sp *spac
 		l := s.Local.Addr().Unmap()
 		switch {
 		case l == a, l.IsUnspecified() && (l.Is4() == a.Is4() || !s.V6Only && !l.Is4()):
-			return cmp.Or(v.names[s.Cookie], "somebody else") + " listens on " + s.Local.String(), nil, nil
+			return cmp.Or(v.names[s.Cookie], "somebody else") + " listens on " + s.Local.String() + " itself", nil, nil
 		case a.IsUnspecified():
 			others = append(others, s.Local)
 		}

@@ -499,3 +499,89 @@ func TestR2_AHundredDrainTwoBackends(t *testing.T) {
 		t.Errorf("%d drains began, want 2", len(begun))
 	}
 }
+
+// A listener that somebody holds for the next process, as a service manager does for a socket unit, is refused no longer than
+// the drain of this one takes: what comes then waits for the next.
+func TestG1_AListenerThatIsKeptForTheNextProcess(t *testing.T) {
+	t.Parallel()
+	n := newNode(t, "")
+	const parent = `
+import socket, subprocess, sys
+s = socket.socket()
+s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+s.bind(("127.0.0.1", 8081))
+s.listen(64)
+child = """
+import socket, sys
+s = socket.socket(fileno=int(sys.argv[1]))
+while True:
+    c, _ = s.accept()
+    c.recv(1000)
+    c.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n")
+    c.close()
+"""
+while True:
+    p = subprocess.Popen([sys.executable, "-c", child, str(s.fileno())], pass_fds=[s.fileno()])
+    print(p.pid, flush=True)
+    p.wait()
+    if not sys.stdin.readline():
+        break
+`
+	argv := python(t, parent)
+	p := n.ns.Command(t, argv[0], argv[1:]...)
+	in, out := pipes(t, p)
+	pid := func() (pid int) {
+		t.Helper()
+		if _, err := fmt.Fscan(out, &pid); err != nil {
+			t.Fatal(err)
+		}
+		return pid
+	}
+	conf := func(pid int) string {
+		return agentBudget + "services:\n" + backendsOf("web", "on_new: refuse", fmt.Sprintf("name: web, match: {pid: %d}", pid))
+	}
+	n.set(conf(pid()))
+	d := n.agent()
+	n.ready("web")
+	n.mustServe("127.0.0.1:8081")
+	got := n.drains("web", api.DrainRequest{})
+	d.ended(got.ID)
+	served := make(chan bool, 1)
+	eventually(t, "its connections wait for the next one", func() bool {
+		c, err := n.ns.DialContext(t.Context(), "tcp", "127.0.0.1:8081")
+		if err != nil {
+			return false
+		}
+		go func() {
+			defer c.Close()
+			_, _ = io.WriteString(c, "GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+			b := make([]byte, 12)
+			_, err := io.ReadFull(c, b)
+			served <- err == nil
+		}()
+		return true
+	})
+	fmt.Fprintln(in)
+	pid()
+	if !<-served {
+		t.Error("what waited for the next process was not served")
+	}
+}
+
+// pipes starts a process with pipes to and from it. It ends when its standard input does.
+func pipes(t *testing.T, p *netnstest.Cmd) (io.Writer, io.Reader) {
+	t.Helper()
+	in, err := p.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := p.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { in.Close() })
+	return in, out
+}
