@@ -7,9 +7,7 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"strconv"
 	"strings"
-	"time"
 )
 
 // States that a service tells its manager, sd_notify(3).
@@ -17,7 +15,7 @@ const (
 	Ready     = "READY=1"     // start-up, or a reload, is over
 	Reloading = "RELOADING=1" // the configuration is read again; Ready follows, whatever came of it
 	Stopping  = "STOPPING=1"  // the service is about to end
-	Watchdog  = "WATCHDOG=1"  // the service is alive; see WatchdogInterval
+	Watchdog  = "WATCHDOG=1"  // the service is alive; to be told more often than WatchdogSec=, systemd.service(5)
 )
 
 // Status is the state that `systemctl status` shows as a line of text.
@@ -42,18 +40,4 @@ func Notify(states ...string) error {
 		return fmt.Errorf("notify the manager: %w", err)
 	}
 	return nil
-}
-
-// WatchdogInterval is how often Watchdog is to be told: half of what the manager waits before it ends the service, as
-// sd_watchdog_enabled(3) recommends. It is 0 if the manager does not watch this process.
-func WatchdogInterval() (time.Duration, error) {
-	v := os.Getenv("WATCHDOG_USEC")
-	if pid := os.Getenv("WATCHDOG_PID"); v == "" || pid != "" && pid != strconv.Itoa(os.Getpid()) {
-		return 0, nil
-	}
-	us, err := strconv.ParseInt(v, 10, 64)
-	if err != nil || us <= 0 || us > int64(maxSpan/time.Microsecond) {
-		return 0, fmt.Errorf("WATCHDOG_USEC %q is not a number of microseconds", v)
-	}
-	return time.Duration(us) * time.Microsecond / 2, nil
 }

@@ -437,25 +437,3 @@ func TestNotify(t *testing.T) {
 		}
 	}
 }
-
-func TestWatchdogInterval(t *testing.T) {
-	for _, tc := range []struct {
-		usec, pid string
-		want      time.Duration
-		ok        bool
-	}{
-		{"", "", 0, true},
-		{"30000000", "", 15 * time.Second, true},
-		{"30000000", strconv.Itoa(os.Getpid()), 15 * time.Second, true},
-		{"30000000", "1", 0, true},
-		{"x", "", 0, false},
-		{"-1", "", 0, false},
-		{"9223372036854775807", "", 0, false},
-	} {
-		t.Setenv("WATCHDOG_USEC", tc.usec)
-		t.Setenv("WATCHDOG_PID", tc.pid)
-		if got, err := WatchdogInterval(); got != tc.want || (err == nil) != tc.ok {
-			t.Errorf("%+v: got %v, %v", tc, got, err)
-		}
-	}
-}
