@@ -473,7 +473,9 @@ func (n *node) reload() {
 		n.emit(drain.Event{Type: EventAgent, Message: "the configuration stays as it was: " + err.Error()})
 		return
 	}
-	n.log.Info("configuration reloaded")
+	changes := config.Diff(n.conf(), cfg).String()
+	n.log.Info("configuration reloaded", "changes", changes)
+	n.emit(drain.Event{Type: EventAgent, Message: "reloaded its configuration, which changes " + changes})
 	if n.events != nil {
 		n.apply(cfg)
 		return

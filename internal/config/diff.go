@@ -39,6 +39,33 @@ func (c Changes) Empty() bool {
 	return len(c.Restart)+len(c.Node) == 0 && c.Services.Empty() && c.Backends.Empty()
 }
 
+// String says what changes, in a line for a person.
+func (c Changes) String() string {
+	var parts []string
+	say := func(what string, names []string) {
+		if len(names) > 0 {
+			parts = append(parts, what+" "+strings.Join(names, ", "))
+		}
+	}
+	backends := func(bs []BackendName) (names []string) {
+		for _, b := range bs {
+			names = append(names, b.Backend)
+		}
+		return names
+	}
+	say("for all", append(slices.Clone(c.Restart), c.Node...))
+	say("new services", c.Services.Added)
+	say("changed services", c.Services.Changed)
+	say("removed services", c.Services.Removed)
+	say("new backends", backends(c.Backends.Added))
+	say("changed backends", backends(c.Backends.Changed))
+	say("removed backends", backends(c.Backends.Removed))
+	if len(parts) == 0 {
+		return "nothing"
+	}
+	return strings.Join(parts, "; ")
+}
+
 // Diff says what next changes of old. It compares effective values, so that a default that changes shows at each service
 // that inherits it. Neither is altered.
 func Diff(old, next *Config) Changes {

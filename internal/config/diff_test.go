@@ -101,6 +101,26 @@ func TestDiff(t *testing.T) {
 	}
 }
 
+func TestChangesInWords(t *testing.T) {
+	for _, tt := range []struct {
+		c    Changes
+		want string
+	}{
+		{Changes{}, "nothing"},
+		{
+			Changes{
+				Node: []string{"mode"}, Services: Delta[string]{Added: []string{"c"}, Changed: []string{"a", "b"}},
+				Backends: Delta[BackendName]{Added: []BackendName{{"c", "c1"}}, Removed: []BackendName{{"a", "a2"}}},
+			},
+			"for all mode; new services c; changed services a, b; new backends c1; removed backends a2",
+		},
+	} {
+		if got := tt.c.String(); got != tt.want {
+			t.Errorf("got %q, want %q", got, tt.want)
+		}
+	}
+}
+
 // A drain keeps the policy that it took at Begin only if a reload cannot reach into what was loaded before.
 func TestD11_AReloadLeavesWhatWasLoaded(t *testing.T) {
 	old, reference := mustParse(t, before), mustParse(t, before)
