@@ -181,6 +181,39 @@ func TestDrainWaitDrawsALiveLine(t *testing.T) {
 	}
 }
 
+// A hook in front of a stop is never held up by a drain that does nothing.
+func TestAnObservedDrainIsNotWaitedFor(t *testing.T) {
+	for _, args := range [][]string{{"drain", "web", "--wait"}, {"drain", "--all", "--wait"}, {"drain", "web", "--wait", "-o", "json"}, {"prestop", "--backend", "web"}} {
+		dir := shortDir(t)
+		web := apitest.Web()
+		web.Mode = drain.ModeObserve
+		f := mustFake(t, dir, "web", web)
+		out, said := newBuffer(), newBuffer()
+		if code := wait(t, start(t.Context(), testEnv(dir, out, said, nil, args...))); code != 0 {
+			t.Errorf("%q: exit code: got %d, want 0: %s", args, code, said)
+		}
+		if want := "web: observe: nothing is done; ebb report shows what would have been\n"; said.String() != want {
+			t.Errorf("%q: got %q on stderr, want %q", args, said, want)
+		}
+		if calls := f.source.Calls(); len(calls) != 1 {
+			t.Errorf("%q: got the calls %q, want one drain", args, calls)
+		}
+	}
+}
+
+// An agent that answers with no backends is not the same as none.
+func TestStatusOfAnAgentWithoutBackends(t *testing.T) {
+	dir := shortDir(t)
+	mustFake(t, dir, "ebb")
+	out, said := newBuffer(), newBuffer()
+	if code := run(t.Context(), testEnv(dir, out, said, nil, "status")); code != 0 {
+		t.Errorf("exit code: got %d, want 0", code)
+	}
+	if want := "ebb: the node agent has no backends; name some under services in its configuration\n"; said.String() != want || out.String() != "" {
+		t.Errorf("got %q and on stderr %q, want nothing and %q", out, said, want)
+	}
+}
+
 func TestNoColour(t *testing.T) {
 	dir := shortDir(t)
 	mustFake(t, dir, "web", apitest.Web())

@@ -52,7 +52,8 @@ whose main process is in its cgroup.
 
 With --wait the exit code is the outcome: 0 drained, 3 expired, 4 lost,
 5 cancelled; of several, the worst. Interrupting the wait does not stop the drain;
-see ebb undrain.`,
+see ebb undrain. A drain of a backend that is only observed is not waited for: it
+does nothing, and ebb report shows later what it would have done.`,
 		Example: `  ebb drain web --wait --reason "kernel update"
   ebb drain web --grace 2m --on-new refuse
   ebb drain --unit nginx --wait
@@ -210,8 +211,21 @@ func (e *environment) drainGroup(ctx context.Context, c drainCall, g []*target, 
 		}
 	}
 	if c.wait {
-		awaitEnds(ctx, tail, giveUp, g, p)
+		awaitEnds(ctx, tail, giveUp, e.enforced(g), p)
 	}
+}
+
+// enforced are the targets whose drains do something. Nobody has to wait for one that is only observed: whoever stops the
+// application must not be held up by it.
+func (e *environment) enforced(g []*target) (rest []*target) {
+	for _, t := range g {
+		if t.err == nil && t.drain.WouldHave && t.drain.Running() {
+			fmt.Fprintf(e.stderr, "%s: observe: nothing is done; ebb report shows what would have been\n", line(t.Name))
+			continue
+		}
+		rest = append(rest, t)
+	}
+	return rest
 }
 
 // sayDrains writes what came of the targets and returns the worst of it.
@@ -404,6 +418,9 @@ func waitDeadlines(ctx context.Context, c *api.Client, past time.Duration, drain
 // outcome or an error. The event, not a question, is what counts: the process that drains itself leaves right after
 // it.
 func awaitEnds(ctx context.Context, tail *api.Tail, giveUp context.CancelFunc, g []*target, p *progress) {
+	if len(g) == 0 {
+		return
+	}
 	c := g[0].client
 	pending := make(map[string]*target)
 	end := func(t *target, err error) {

@@ -92,9 +92,15 @@ func (e *environment) sockets(ctx context.Context, at where) ([]api.Found, error
 
 // backends asks every socket at once and sorts what they say by name.
 func (e *environment) backends(ctx context.Context, at where) ([]located, []silent, error) {
+	all, bad, _, err := e.ask(ctx, at)
+	return all, bad, err
+}
+
+// ask is backends, and how many sockets there were to ask.
+func (e *environment) ask(ctx context.Context, at where) ([]located, []silent, int, error) {
 	found, err := e.sockets(ctx, at)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, 0, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
@@ -126,7 +132,7 @@ func (e *environment) backends(ctx context.Context, at where) ([]located, []sile
 		return cmp.Or(strings.Compare(a.Service, b.Service), strings.Compare(a.Name, b.Name), strings.Compare(a.client.Path(), b.client.Path()))
 	})
 	slices.SortFunc(bad, func(a, b silent) int { return strings.Compare(a.path, b.path) })
-	return out, bad, nil
+	return out, bad, len(found), nil
 }
 
 // find is the backend of that name.

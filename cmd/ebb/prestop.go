@@ -91,6 +91,9 @@ func (e *environment) prestop(ctx context.Context, at where, name string) error 
 	if !begun.Stop() {
 		return context.Cause(ctx)
 	}
+	if len(e.enforced([]*target{t})) == 0 {
+		return nil
+	}
 	begin := t.drain
 	go func() {
 		waitDeadlines(ctx, b.client, 0, begin)

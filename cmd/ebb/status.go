@@ -88,9 +88,10 @@ func (e *environment) watchStatus(ctx context.Context, at where, name, format st
 
 func (e *environment) status(ctx context.Context, at where, name, format string) error {
 	var (
-		list []located
-		bad  []silent
-		err  error
+		list  []located
+		bad   []silent
+		asked int
+		err   error
 	)
 	if name != "" {
 		var b located
@@ -102,7 +103,7 @@ func (e *environment) status(ctx context.Context, at where, name, format string)
 			return err
 		}
 		list = []located{b}
-	} else if list, bad, err = e.backends(ctx, at); err != nil {
+	} else if list, bad, asked, err = e.ask(ctx, at); err != nil {
 		return err
 	}
 	switch format {
@@ -118,7 +119,11 @@ func (e *environment) status(ctx context.Context, at where, name, format string)
 		err = writeDocument(e.stdout, format, l)
 	default:
 		err = e.statusTable(list, format == "wide")
-		if len(list) == 0 && len(bad) == 0 {
+		switch {
+		case len(list) > 0 || len(bad) > 0:
+		case asked > 0:
+			fmt.Fprintln(e.stderr, "ebb: the node agent has no backends; name some under services in its configuration")
+		default:
 			fmt.Fprintf(e.stderr, "ebb: no ebb runs here (no socket in %s); start one with: ebb run -- CMD, the node agent with: systemctl start ebb-agent\n",
 				strings.Join(api.RunDirs(e.getenv, e.uid), " or "))
 		}

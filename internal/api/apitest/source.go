@@ -232,7 +232,7 @@ func (s *Source) Drain(_ context.Context, name string, r api.DrainRequest) (api.
 			Reserve: 3 * time.Second, QuietPeriod: time.Second, IdleAfter: 10 * time.Second,
 		}),
 		Slices:    api.Slices{Wait: api.Duration(grace - 8*time.Second), Flush: api.Duration(5 * time.Second), Reserve: api.Duration(3 * time.Second)},
-		Unguarded: !b.Guarded,
+		Unguarded: !b.Guarded, WouldHave: b.Mode == drain.ModeObserve,
 	}
 	if b.CountsKnown {
 		d.Blocking = map[string]int64{"active": *b.Counts.Active, "stalled": *b.Counts.Stalled}
