@@ -259,7 +259,7 @@ func TestG9_AnAgentBesideRuns(t *testing.T) {
 	by("127.0.0.1:80", "owned")
 	held.Close()
 	r.wait()
-	d = n.agent()
+	n.agent()
 	n.shares("owned", "owned")
 	by("127.0.0.1:80", "owned")
 	if b := n.view("owned"); !b.CountsKnown || value(b.InFlight) != 1 {

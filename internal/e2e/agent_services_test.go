@@ -374,7 +374,7 @@ func TestC33_AServiceOfBothFamilies(t *testing.T) {
 	n.set(agentBudget + "services:\n" + backendsOf("web", `listen: ["[::]:80"]`, "name: blue, match: "+match(n.ns, 8081), "name: green, match: "+match(n.ns, 8082)))
 	named(t, n.ns, "blue", "[::]:8081")
 	named(t, n.ns, "green", "[::]:8082")
-	d := n.agent()
+	n.agent()
 	n.shares("blue", "blue", "green")
 	for range 2 {
 		for _, addr := range []string{lan.v4(80), lan.v6(80)} {
@@ -382,7 +382,7 @@ func TestC33_AServiceOfBothFamilies(t *testing.T) {
 			c.servedBy(t)
 		}
 	}
-	got := n.drains("blue", api.DrainRequest{OnNew: drain.OnNewSteer})
+	n.drains("blue", api.DrainRequest{OnNew: drain.OnNewSteer})
 	for range 8 {
 		for _, addr := range []string{lan.v4(80), lan.v6(80), lan.v4(8081), lan.v6(8081)} {
 			c := dialHTTP(t, lan.client, addr)
@@ -392,8 +392,6 @@ func TestC33_AServiceOfBothFamilies(t *testing.T) {
 			c.Close()
 		}
 	}
-	_ = got
-	_ = d
 }
 
 // Two namespaces with the same addresses are two backends of two services.
