@@ -15,7 +15,7 @@
 //	for ctx.Err() == nil {
 //		err := snap.Scan(ctx)
 //		web, err := snap.Find(ctx, discovery.Match{Unit: "web@blue.service"})
-//		errors.Is(err, discovery.ErrNone) // nothing there at the moment, and why
+//		errors.Is(err, discovery.ErrNone) // nothing there at the moment, and why; ErrUnknown: nobody can tell
 //		w.Follow(web)
 //		select {
 //		case <-w.Changed():

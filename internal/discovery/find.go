@@ -29,7 +29,7 @@ func Find(ctx context.Context, m Match) (Workload, error) {
 }
 
 // Find tells which of the processes of the last Scan a match means. Its error wraps [ErrNone] with the reason if there is
-// none, or [ErrAmbiguous].
+// none, [ErrUnknown] if there may be one that cannot be seen, or [ErrAmbiguous].
 //
 //   - Unit, Cgroup: the processes in that control group and below. Main is the one whose parent is outside; of several the
 //     one that systemd says is the unit's main process, or else the oldest.
@@ -57,9 +57,17 @@ func none(format string, args ...any) error {
 	return fmt.Errorf(format+": %w", append(args, ErrNone)...)
 }
 
+// noneOf is none, or [ErrUnknown] if so many processes that may not be looked at could be what is asked for.
+func noneOf(hidden int, format string, args ...any) error {
+	if hidden == 0 {
+		return none(format, args...)
+	}
+	return fmt.Errorf("%s, but %d processes may not be looked at (CAP_SYS_PTRACE): %w", fmt.Sprintf(format, args...), hidden, ErrUnknown)
+}
+
 func (s *Snapshot) find(ctx context.Context, m Match) (Workload, error) {
 	var w Workload
-	set := s.procs
+	set, hidden := s.procs, s.hidden
 	var ns *os.File
 	var ino uint64
 	if m.NetNS != "" || m.Port != 0 {
@@ -71,8 +79,9 @@ func (s *Snapshot) find(ctx context.Context, m Match) (Workload, error) {
 	}
 	if m.NetNS != "" {
 		set = filter(set, func(p *process) bool { return p.netns == ino })
+		hidden += s.homeless
 		if len(set) == 0 {
-			return w, none("no process is in that network namespace")
+			return w, noneOf(hidden, "no process is in that network namespace")
 		}
 	}
 	if m.Unit != "" {
@@ -86,7 +95,7 @@ func (s *Snapshot) find(ctx context.Context, m Match) (Workload, error) {
 			return ok
 		})
 		if len(set) == 0 {
-			return w, none("no process is in the control group of %s", unit)
+			return w, noneOf(hidden, "no process is in the control group of %s", unit)
 		}
 		m.Unit = unit
 	}
@@ -100,13 +109,13 @@ func (s *Snapshot) find(ctx context.Context, m Match) (Workload, error) {
 			return p.v1 != "" && within(p.v1, dir)
 		})
 		if len(set) == 0 {
-			return w, none("no process is in that control group")
+			return w, noneOf(hidden, "no process is in that control group")
 		}
 	}
 	if m.PID != 0 {
 		p := s.byPID[m.PID]
 		if p == nil {
-			return w, none("process %d does not run", m.PID)
+			return w, noneOf(s.hidden, "process %d does not run", m.PID)
 		}
 		tree := map[int]bool{}
 		for _, p := range s.tree(p) {
@@ -116,14 +125,14 @@ func (s *Snapshot) find(ctx context.Context, m Match) (Workload, error) {
 	}
 	set = filter(set, func(p *process) bool { return !s.isApart(p) })
 	if len(set) == 0 {
-		return w, none("no process is all of that")
+		return w, noneOf(hidden, "no process is all of that")
 	}
 	var main *process
 	var err error
 	if m.Port != 0 {
 		var l *listeners
 		if l, err = s.listenersOf(ctx, ns, ino); err == nil {
-			main, set, err = s.atPort(ctx, m, l, set)
+			main, set, err = s.atPort(ctx, m, ns, l, set)
 		}
 	} else {
 		main, err = s.mainOf(ctx, m, roots(set), set)
@@ -164,7 +173,7 @@ func (s *Snapshot) mainOf(ctx context.Context, m Match, tops, set []*process) (*
 }
 
 // atPort narrows a set to the processes at a port.
-func (s *Snapshot) atPort(ctx context.Context, m Match, l *listeners, set []*process) (*process, []*process, error) {
+func (s *Snapshot) atPort(ctx context.Context, m Match, ns *os.File, l *listeners, set []*process) (*process, []*process, error) {
 	in := make(map[int]bool, len(set))
 	for _, p := range set {
 		in[p.pid] = true
@@ -186,9 +195,12 @@ func (s *Snapshot) atPort(ctx context.Context, m Match, l *listeners, set []*pro
 	case len(holders) > 0:
 	case activator != nil:
 		return nil, nil, none("process %d (%s) holds the listener of port %d for a service that does not run", activator.pid, activator.comm, m.Port)
-	case l.hidden > 0:
-		return nil, nil, none("who listens on port %d cannot be told, as the descriptors of %d processes may not be read (CAP_SYS_PTRACE)", m.Port, l.hidden)
 	default:
+		if lost, err := s.unheld(ctx, ns, l, m.Port); err != nil {
+			return nil, nil, err
+		} else if lost {
+			return nil, nil, fmt.Errorf("something listens on port %d, and no process was found that holds it (%d may not be looked at, CAP_SYS_PTRACE): %w", m.Port, l.hidden, ErrUnknown)
+		}
 		return nil, nil, none("none of these processes listens on port %d", m.Port)
 	}
 	tops := filter(holders, func(p *process) bool {

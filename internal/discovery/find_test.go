@@ -57,6 +57,68 @@ func TestPort(t *testing.T) {
 	}
 }
 
+// Who may not look at a process does not know that it is not there.
+func TestWhatMayNotBeLookedAtIsUnknown(t *testing.T) {
+	netnstest.LeakCheck(t)
+	ns := netnstest.New(t)
+	a := launch(t, ns, "", "listen", addr)
+	ports := Match{Port: port, NetNS: ns.Path()}
+	without(t, unix.CAP_SYS_PTRACE, func() {
+		for _, m := range []Match{ports, {NetNS: ns.Path()}, {Port: port, NetNS: ns.Path(), PID: a.pid}} {
+			if w, err := Find(t.Context(), m); !errors.Is(err, ErrUnknown) || errors.Is(err, ErrNone) {
+				t.Errorf("%v: got %+v, %v, want ErrUnknown alone", m, w, err)
+			}
+		}
+		if w, err := Find(t.Context(), Match{PID: a.pid}); err != nil || w.Main != a.pid {
+			t.Errorf("by its number, which anybody may see: got %+v, %v, want %d", w, err, a.pid)
+		}
+		if w, err := Find(t.Context(), Match{Port: port + 1, NetNS: ns.Path(), PID: a.pid}); err == nil {
+			t.Errorf("another port: got %+v", w)
+		}
+	})
+	if w := find(t, ports); w.Main != a.pid {
+		t.Errorf("with all capabilities: got %+v, want %d", w, a.pid)
+	}
+}
+
+// A listener that no process holds any more, as it is on its way to one, is of somebody who may be the backend.
+func TestAListenerThatNobodyHoldsIsUnknown(t *testing.T) {
+	netnstest.LeakCheck(t)
+	ns := netnstest.New(t)
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var l net.Listener
+	if err := netns.Do(ns.Fd(), func() (err error) {
+		l, err = listen(addr, false)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	m := Match{Port: port, NetNS: ns.Path()}
+	launch(t, ns, "", "wait")
+	if w, err := Find(t.Context(), m); !errors.Is(err, ErrNone) {
+		t.Errorf("while this process holds it: got %+v, %v, want ErrNone", w, err)
+	}
+	f, err := l.(*net.TCPListener).File()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(unix.Sendmsg(pair[0], []byte{0}, unix.UnixRights(int(f.Fd())), nil, 0), f.Close(), l.Close()); err != nil {
+		t.Fatal(err)
+	}
+	if w, err := Find(t.Context(), m); !errors.Is(err, ErrUnknown) || errors.Is(err, ErrNone) {
+		t.Errorf("while nobody does: got %+v, %v, want ErrUnknown alone", w, err)
+	}
+	if err := errors.Join(unix.Close(pair[0]), unix.Close(pair[1])); err != nil {
+		t.Fatal(err)
+	}
+	if !eventually(func() bool { _, err := Find(t.Context(), m); return errors.Is(err, ErrNone) }) {
+		t.Error("it is still there after its last descriptor was closed")
+	}
+}
+
 // Without NetNS the host's is meant, and this process, which listens there too, is not found.
 func TestPortOfTheHost(t *testing.T) {
 	netnstest.RequireRoot(t)

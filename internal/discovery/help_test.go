@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -276,4 +277,27 @@ func find(t *testing.T, m Match) Workload {
 		t.Fatal(err)
 	}
 	return w
+}
+
+// without runs f on a thread that lacks a capability.
+func without(t *testing.T, capability int, f func()) {
+	t.Helper()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		runtime.LockOSThread() // and never unlocked: the thread ends with us
+		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+		var data [2]unix.CapUserData
+		if err := unix.Capget(&header, &data[0]); err != nil {
+			t.Error(err)
+			return
+		}
+		data[capability/32].Effective &^= 1 << (capability % 32)
+		if err := unix.Capset(&header, &data[0]); err != nil {
+			t.Error(err)
+			return
+		}
+		f()
+	}()
+	<-done
 }

@@ -57,7 +57,7 @@ func openNetNS(name string) (*os.File, uint64, error) {
 type listeners struct {
 	byPort  map[uint16][]uint64   // inode numbers
 	holders map[uint64][]*process // by inode number
-	hidden  int                   // processes whose descriptors may not be read
+	hidden  int                   // processes that may be in it, or are, and whose descriptors may not be read
 }
 
 // listenersOf reads them once for each namespace. An MPTCP listener is listed by the kernel with its own inode.
@@ -65,18 +65,11 @@ func (s *Snapshot) listenersOf(ctx context.Context, ns *os.File, ino uint64) (*l
 	if l := s.sockets[ino]; l != nil {
 		return l, nil
 	}
-	var d *probes.Diag
-	if err := netns.Do(int(ns.Fd()), func() (err error) {
-		d, err = probes.OpenDiag(probes.DiagOptions{})
-		return err
-	}); err != nil {
+	socks, err := listening(ctx, ns)
+	if err != nil {
 		return nil, err
 	}
-	socks, err := d.Dump(ctx, probes.Filter{States: 1 << probes.StateListen})
-	if err := errors.Join(err, d.Close()); err != nil {
-		return nil, err
-	}
-	l := &listeners{byPort: map[uint16][]uint64{}, holders: map[uint64][]*process{}}
+	l := &listeners{byPort: map[uint16][]uint64{}, holders: map[uint64][]*process{}, hidden: s.hidden + s.homeless}
 	for _, sock := range socks {
 		if sock.Inode != 0 {
 			l.byPort[sock.Local.Port()] = append(l.byPort[sock.Local.Port()], uint64(sock.Inode))
@@ -97,17 +90,62 @@ func (s *Snapshot) listenersOf(ctx context.Context, ns *os.File, ino uint64) (*l
 	return l, nil
 }
 
+// listening dumps the listening sockets of a network namespace, of these ports if any are given.
+func listening(ctx context.Context, ns *os.File, ports ...uint16) ([]probes.Socket, error) {
+	var d *probes.Diag
+	if err := netns.Do(int(ns.Fd()), func() (err error) {
+		d, err = probes.OpenDiag(probes.DiagOptions{})
+		return err
+	}); err != nil {
+		return nil, err
+	}
+	socks, err := d.Dump(ctx, probes.Filter{States: 1 << probes.StateListen, LocalPorts: ports})
+	return socks, errors.Join(err, d.Close())
+}
+
+// unheld tells whether a listener on a port is still there that no process holds: none in its namespace, this one not, nor one
+// in another namespace, such as a relay or a service manager.
+func (s *Snapshot) unheld(ctx context.Context, ns *os.File, l *listeners, port uint16) (bool, error) {
+	rest := &listeners{holders: map[uint64][]*process{}}
+	for _, ino := range l.byPort[port] {
+		if len(l.holders[ino]) == 0 {
+			rest.holders[ino] = nil
+		}
+	}
+	if len(rest.holders) == 0 {
+		return false, nil
+	}
+	rest.read(&process{pid: os.Getpid()})
+	for _, p := range s.procs {
+		if ctx.Err() != nil {
+			return false, context.Cause(ctx)
+		}
+		rest.read(p)
+	}
+	socks, err := listening(ctx, ns, port)
+	for _, sock := range socks {
+		if by, asked := rest.holders[uint64(sock.Inode)]; asked && len(by) == 0 {
+			return true, err
+		}
+	}
+	return false, err
+}
+
 // read notes which of the sockets the process holds. One that ends meanwhile holds none.
 func (l *listeners) read(p *process) {
 	dir := "/proc/" + strconv.Itoa(p.pid) + "/fd"
 	fds, err := numbers(dir)
 	if errors.Is(err, os.ErrPermission) {
-		l.hidden++
+		l.hide(p)
 	}
 	var b [64]byte
 	held := map[uint64]bool{}
 	for _, fd := range fds {
 		n, err := unix.Readlink(dir+"/"+strconv.Itoa(fd), b[:])
+		if errors.Is(err, os.ErrPermission) { // who may list them may not always read them
+			l.hide(p)
+			return
+		}
 		if err != nil {
 			continue // closed meanwhile
 		}
@@ -120,6 +158,13 @@ func (l *listeners) read(p *process) {
 			held[ino] = true
 			l.holders[ino] = append(l.holders[ino], p)
 		}
+	}
+}
+
+// hide counts a process whose descriptors may not be read, which is also said of one that has ended.
+func (l *listeners) hide(p *process) {
+	if probes.Alive(p.pid, p.start) {
+		l.hidden++
 	}
 }
 

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ebbproxy/ebb/probes"
 )
 
 // process is what one scan reads of one process. Kernel threads and processes that only wait to be reaped are not read.
@@ -34,6 +36,8 @@ type Snapshot struct {
 	children map[int][]*process
 	sockets  map[uint64]*listeners // by the inode number of the namespace; read when a match needs it
 	apart    map[int]bool          // what isApart found out
+	hidden   int                   // processes of which nothing may be read (hidepid, proc(5))
+	homeless int                   // those in procs whose network namespace may not be read
 
 	hierarchy *hierarchy        // kept from scan to scan, as mounts do not move
 	mains     map[string]answer // what systemd said of a unit, kept as long as that can be true
@@ -77,6 +81,7 @@ func (s *Snapshot) Scan(ctx context.Context) error {
 	s.byPID = make(map[int]*process, len(pids))
 	s.children = make(map[int][]*process, len(pids))
 	s.sockets, s.apart, s.asked = map[uint64]*listeners{}, map[int]bool{}, 0
+	s.hidden, s.homeless = 0, 0
 	self := os.Getpid()
 	for _, pid := range pids {
 		if ctx.Err() != nil {
@@ -86,6 +91,10 @@ func (s *Snapshot) Scan(ctx context.Context) error {
 			continue
 		}
 		p, err := s.read(pid, intern)
+		if errors.Is(err, os.ErrPermission) {
+			s.hidden++
+			continue
+		}
 		if err != nil {
 			return fmt.Errorf("scan processes: %w", err)
 		}
@@ -123,15 +132,24 @@ func (s *Snapshot) read(pid int, intern func([]byte) string) (*process, error) {
 	}
 	p.cgroups = s.hierarchy.parse(b, intern)
 	p.netns, err = namespace(dir, "ns/net")
-	if err != nil && !errors.Is(err, os.ErrPermission) {
+	if errors.Is(err, os.ErrPermission) {
+		if !probes.Alive(pid, p.start) {
+			return nil, nil // that is said of one that has ended too
+		}
+		if pid == 1 {
+			p.netns, err = namespace(unix.AT_FDCWD, "/proc/self/ns/net") // as openNetNS has it
+			return p, err
+		}
+		s.homeless++
+	} else if err != nil {
 		return nil, unlessGone(err)
 	}
 	return p, nil
 }
 
-// unlessGone is nil if the error only says that the process has ended, or that it is none of ours to see (hidepid, proc(5)).
+// unlessGone is nil if the error only says that the process has ended.
 func unlessGone(err error) error {
-	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESRCH) || errors.Is(err, os.ErrPermission) {
+	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESRCH) {
 		return nil
 	}
 	return err
