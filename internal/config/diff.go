@@ -16,7 +16,8 @@ import (
 // written and whatever order they are in.
 type Changes struct {
 	// Restart are the node-wide keys, such as api.socket, of which a new value takes effect only when the agent is
-	// started again; Node are the others, mode and those of defaults, which a reload applies. Both are sorted.
+	// started again, defaults.retain among them; Node are the others, mode and those of defaults, which a reload applies. Both
+	// are sorted.
 	Restart, Node []string
 
 	Services Delta[string]      // by name; a change of a backend alone is none of its service
@@ -74,7 +75,7 @@ func Diff(old, next *Config) Changes {
 	for key, now := range next.nodeWide() {
 		switch {
 		case now == was[key]:
-		case key == "mode" || strings.HasPrefix(key, "defaults."):
+		case key == "mode" || strings.HasPrefix(key, "defaults.") && key != "defaults.retain":
 			ch.Node = append(ch.Node, key)
 		default:
 			ch.Restart = append(ch.Restart, key)

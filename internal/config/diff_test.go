@@ -70,8 +70,10 @@ func TestDiff(t *testing.T) {
 		name, text string
 		want       Changes
 	}{
-		{"node's own", "api: {app_socket: \"\", group: ops}\nstate: {dir: /x}\nmetrics: {listen: \":1\"}\nkubernetes: {enabled: true}\nservices:\n" + a12 + b,
-			Changes{Restart: []string{"api.app_socket", "api.group", "kubernetes.enabled", "metrics.listen", "state.dir"}}},
+		{"node's own", "api: {app_socket: \"\", group: ops}\nstate: {dir: /x}\nmetrics: {listen: \":1\"}\nkubernetes: {label_prefix: a.b}\nservices:\n" + a12 + b,
+			Changes{Restart: []string{"api.app_socket", "api.group", "kubernetes.label_prefix", "metrics.listen", "state.dir"}}},
+		{"how long metrics stay", "defaults: {grace: 30s, retain: 5m}\nservices:\n" + a12 + b,
+			Changes{Restart: []string{"defaults.retain"}, Services: Delta[string]{Changed: []string{"a", "b"}}}},
 		{"a default that one overrides", "defaults: {grace: 31s}\nservices:\n" + a12 + b,
 			Changes{Node: []string{"defaults.admit_for", "defaults.grace"}, Services: Delta[string]{Changed: []string{"a"}}}},
 		{"the mode of the node", "mode: off\nservices:\n" + a12 + b,

@@ -103,7 +103,7 @@ func words(known []string) string { return "`" + strings.Join(known, "`, `") + "
 // sparse sets as little as possible to have every key that has a default.
 const sparse = `services:
 - {name: a, backends: [{name: b, match: {pid: 1}}, {name: c, address: "192.0.2.1:80"}]}
-- {name: d, notify: {api: true}, ready: {http: {port: 1}}, backends: [{name: e, match: {port: 1}}]}
+- {name: d, notify: {signal: USR1}, ready: {http: {port: 1}}, backends: [{name: e, match: {port: 1}}]}
 - {name: f, ready: {grpc: {port: 1}}, backends: [{name: g, match: {port: 2}}]}
 `
 
@@ -198,10 +198,17 @@ func TestDocsHaveEveryKey(t *testing.T) {
 
 // every adds to the schema of a key what no key can say by itself.
 var every = map[string]map[string]any{
-	"services[].notify":                {"oneOf": exactlyOne("signal", "http", "exec", "api")},
-	"services[].flush":                 {"oneOf": exactlyOne("signal", "http", "exec", "api")},
-	"services[].notify.api":            {"const": true},
-	"services[].flush.api":             {"const": true},
+	"services[].notify":     {"oneOf": exactlyOne("signal", "http", "exec")},
+	"services[].flush":      {"oneOf": exactlyOne("signal", "http", "exec")},
+	"services[].notify.api": {"const": false},
+	"services[].flush.api":  {"const": false},
+	"kubernetes.enabled":    {"const": false},
+
+	"defaults.drain_on_version_upgrade":   {"const": false},
+	"services[].drain_on_version_upgrade": {"const": false},
+	"defaults.max_connection_age":         {"pattern": zeroPattern},
+	"services[].max_connection_age":       {"pattern": zeroPattern},
+
 	"services[].notify.exec":           {"minItems": 1},
 	"services[].flush.exec":            {"minItems": 1},
 	"services[].ready":                 {"oneOf": exactlyOne("http", "tcp", "grpc", "exec")},
@@ -226,6 +233,9 @@ func exactlyOne(keys ...string) []any {
 }
 
 const durationPattern = `^\+?(0|(([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h))+)$`
+
+// zeroPattern is of a duration that this version takes only as none.
+const zeroPattern = `^\+?0(\.0*)?(ns|us|µs|μs|ms|s|m|h)?$`
 
 // makeSchema writes the schema of the whole file.
 func makeSchema(t *testing.T) []byte {

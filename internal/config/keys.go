@@ -42,7 +42,7 @@ func (c *Config) keys() []key {
 			{name: "dir", value: absolute(&c.State.Dir)},
 			{name: "bpffs", value: absolute(&c.State.BPFFS)},
 		}}},
-		{name: "kubernetes", value: object{keys: []key{
+		{name: "kubernetes", value: object{check: c.Kubernetes.check, keys: []key{
 			{name: "enabled", value: boolean(&c.Kubernetes.Enabled)},
 			{name: "label_prefix", value: matching(&c.Kubernetes.LabelPrefix, "a DNS name such as ebb.internal", dnsName)},
 		}}},
@@ -172,6 +172,23 @@ func probeKeys(p *health.Probe) []key {
 	}
 }
 
+// check refuses what this version does not do: nobody may rely on a setting that is taken and then ignored. It comes after the
+// policies, which tell of what they contradict.
+func (s *Settings) check(r *reader, path string) {
+	if at := path + ".max_connection_age"; s.Policy.MaxAge > 0 && r.lines[at] != 0 {
+		r.refuse(at, "this version does not end connections by their age: leave it out, or 0s")
+	}
+	if at := path + ".drain_on_version_upgrade"; s.DrainOnVersionUpgrade && r.lines[at] != 0 {
+		r.refuse(at, "this version does not compare versions: drain the old backend with ebb drain")
+	}
+}
+
+func (k *Kubernetes) check(r *reader, path string) {
+	if k.Enabled {
+		r.refuse(path+".enabled", "this version does not look for pods: name them as backends, by match")
+	}
+}
+
 func (a *API) check(r *reader, path string) {
 	if r.bad[path] {
 		return
@@ -210,6 +227,7 @@ func (c *Config) check(r *reader, _ string) {
 	if within(c.State.Dir, c.State.BPFFS) || within(c.State.BPFFS, c.State.Dir) {
 		r.refuse("state", "dir %s and bpffs %s must lie outside of each other: a bpffs holds no files", c.State.Dir, c.State.BPFFS)
 	}
+	c.Defaults.check(r, "defaults")
 	var (
 		services = make(map[string]string)
 		backends = make(map[string]string)
@@ -225,6 +243,10 @@ func (c *Config) check(r *reader, _ string) {
 	for i := range c.Services {
 		s := &c.Services[i]
 		sp := fmt.Sprintf("services[%d]", i)
+		s.Settings.check(r, sp)
+		if r.lines[sp+".retain"] != 0 && !r.bad[sp+".retain"] && !r.bad["defaults.retain"] && s.Retain != c.Defaults.Retain {
+			r.refuse(sp+".retain", "this version keeps the metrics of all services equally long: set defaults.retain")
+		}
 		if s.Name != "" {
 			claim(sp+".name", services[s.Name], "%q is taken", s.Name)
 			services[s.Name] = sp + ".name"
@@ -322,6 +344,8 @@ func checkHook(h *hook.Hook, r *reader, path string) {
 	}
 	if err := h.Validate(); err != nil {
 		r.refuse(path, "%w", err)
+	} else if h.API {
+		r.refuse(path+".api", "this version of the agent has no sessions of applications: give signal, http or exec")
 	}
 }
 

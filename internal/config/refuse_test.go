@@ -143,6 +143,16 @@ var refusals = []struct {
 :16: services[3].flush: hook cannot work: https://127.0.0.1/: only http:// URLs can be posted to
 :19: services[4].notify: hook cannot work: give one of signal, http, exec, api
 :20: services[4].flush: hook cannot work: give one of signal, http, exec, api`},
+	{"what this version does not do", "kubernetes: {enabled: true}\ndefaults: {max_connection_age: 1h, drain_on_version_upgrade: true, retain: 5m}\n" +
+		one("notify: {api: true}", "flush: {api: true}", "max_connection_age: 2h", "drain_on_version_upgrade: true", "retain: 6m"), true, `
+:1: kubernetes.enabled: this version does not look for pods: name them as backends, by match
+:2: defaults.max_connection_age: this version does not end connections by their age: leave it out, or 0s
+:2: defaults.drain_on_version_upgrade: this version does not compare versions: drain the old backend with ebb drain
+:5: services[0].notify.api: this version of the agent has no sessions of applications: give signal, http or exec
+:6: services[0].flush.api: this version of the agent has no sessions of applications: give signal, http or exec
+:7: services[0].max_connection_age: this version does not end connections by their age: leave it out, or 0s
+:8: services[0].drain_on_version_upgrade: this version does not compare versions: drain the old backend with ebb drain
+:9: services[0].retain: this version keeps the metrics of all services equally long: set defaults.retain`},
 	{"probes", one("ready: {}") + service("b", "ready: {tcp: {port: 1}, exec: [a]}") + service("c", "ready: {http: {path: /}}") +
 		service("d", "ready: {http: {port: 1, host: \"a b\"}}"), true, `
 :3: services[0].ready: probe cannot work: give one of http, tcp, grpc, exec
@@ -272,7 +282,8 @@ func TestR20_BudgetsAreRefusedWithTheSums(t *testing.T) {
 
 func TestR21_GraceMustBeShorterThanAge(t *testing.T) {
 	_, err := Parse("f", []byte("defaults: {max_connection_age: 1m}\n"+one("grace: 1m")+service("b", "grace: 59s")))
-	want := "f:3: services[0]: the policy contradicts itself: grace 1m0s is not shorter than max_connection_age 1m0s: age would end connections before the drain does"
+	want := "f:1: defaults.max_connection_age: this version does not end connections by their age: leave it out, or 0s\n" +
+		"f:3: services[0]: the policy contradicts itself: grace 1m0s is not shorter than max_connection_age 1m0s: age would end connections before the drain does"
 	if err == nil || err.Error() != want {
 		t.Errorf("got:\n%v\nwant:\n%s", err, want)
 	}
@@ -282,7 +293,7 @@ func TestR21_GraceMustBeShorterThanAge(t *testing.T) {
 func TestC31_ContradictionsAreRefused(t *testing.T) {
 	for _, tt := range []struct{ name, bad, good string }{
 		{"budget", one("grace: 8s"), one("grace: 8s", "reserve: 1s")},
-		{"age", one("max_connection_age: 30s"), one("max_connection_age: 31s")},
+		{"age", one("max_connection_age: 30s"), one("max_connection_age: 0s")},
 		{"local and remote", one(`backends: [{name: b, match: {pid: 1}, address: "192.0.2.1:80"}]`), one(`backends: [{name: b, address: "192.0.2.1:80"}]`)},
 		{"same match", one("backends: [{name: b, match: {pid: 1}}, {name: c, match: {pid: 1}}]"), one("backends: [{name: b, match: {pid: 1}}, {name: c, match: {pid: 1, port: 2}}]")},
 		{"same address", one(`listen: [":80"]`) + service("b", `listen: [":80"]`), one(`listen: [":80"]`) + service("b", `listen: [":80"]`, "backends: [{name: b, match: {netns: blue}}]")},
