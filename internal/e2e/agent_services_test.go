@@ -422,9 +422,9 @@ func TestG9_TheSameAddressesInTwoNamespaces(t *testing.T) {
 	if name := c.servedBy(t); name != "two" {
 		t.Errorf("answered by %s, want two", name)
 	}
-	if b := n.view("two"); b.State != drain.StateServing || value(b.InFlight) != 1 {
-		t.Errorf("two: %s, %s", b.State, shown(b))
-	}
+	n.awaitView("two", "serves its client", func(b api.Backend) bool {
+		return b.State == drain.StateServing && b.CountsKnown && value(b.InFlight) == 1
+	})
 	d.ended(got.ID)
 }
 
