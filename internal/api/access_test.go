@@ -14,7 +14,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -151,17 +150,12 @@ func connect(t *testing.T, path string) net.Conn {
 	return c
 }
 
-// connectAs is a connection that another user has made: of a thread with its ids, which ends here.
-func connectAs(t *testing.T, path string, uid, gid int, groups ...uint32) net.Conn {
+// connectAs is a connection that another user has made: of a thread with its ids.
+func connectAs(t *testing.T, path string, uid, gid int, groups ...uint32) (c net.Conn) {
 	t.Helper()
-	type result struct {
-		c   net.Conn
-		err error
-	}
-	done := make(chan result)
-	go func() {
-		runtime.LockOSThread() // and never unlocked: the thread ends with the goroutine
-		c, err := func() (net.Conn, error) {
+	var err error
+	netnstest.Apart(func() {
+		c, err = func() (net.Conn, error) {
 			fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 			if err != nil {
 				return nil, err
@@ -177,13 +171,11 @@ func connectAs(t *testing.T, path string, uid, gid int, groups ...uint32) net.Co
 			}
 			return net.FileConn(f)
 		}()
-		done <- result{c, err}
-	}()
-	r := <-done
-	if r.err != nil {
-		t.Fatal(r.err)
+	})
+	if err != nil {
+		t.Fatal(err)
 	}
-	return r.c
+	return c
 }
 
 func TestOperatorsAreRootAndTheGroup(t *testing.T) {

@@ -11,7 +11,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -282,10 +281,7 @@ func find(t *testing.T, m Match) Workload {
 // without runs f on a thread that lacks a capability.
 func without(t *testing.T, capability int, f func()) {
 	t.Helper()
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		runtime.LockOSThread() // and never unlocked: the thread ends with us
+	netnstest.Apart(func() {
 		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 		var data [2]unix.CapUserData
 		if err := unix.Capget(&header, &data[0]); err != nil {
@@ -298,6 +294,5 @@ func without(t *testing.T, capability int, f func()) {
 			return
 		}
 		f()
-	}()
-	<-done
+	})
 }
