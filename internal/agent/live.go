@@ -118,7 +118,7 @@ func (m *member) finished(ctx context.Context, id string) drain.Status {
 
 // audits compares the census with a walk while the drain runs: at once, and every 30 s.
 func (m *member) audits(ctx context.Context) {
-	for m.draining() {
+	for ctx.Err() == nil && m.draining() {
 		if _, err := m.life().b.audit(ctx); err != nil && ctx.Err() == nil {
 			m.log.Warn("audit", "err", err)
 		}

@@ -300,6 +300,9 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 	}
 	stopAPI()
 	n.wg.Wait()
+	for _, s := range seats {
+		s.wg.Wait() // what the last events have begun
+	}
 	return errors.Join(errs...)
 }
 

@@ -835,6 +835,7 @@ func (s *seat) stop(remove bool) error {
 			inc.b.late.leave()
 		}
 		inc.end()
+		s.wg.Wait()
 		errs = append(errs, inc.proc.close())
 	}
 	s.unprobe()
