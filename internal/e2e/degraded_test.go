@@ -334,7 +334,12 @@ func TestEachMissingThingIsSaid(t *testing.T) {
 		if err := os.MkdirAll(filepath.Join(h.bpffs, "v999", "maps"), 0o700); err != nil {
 			t.Fatal(err)
 		}
-		lacking(t, h, nil, "installation", "v999")
+		r := h.run("web", roomy("--on-new", "refuse"), app(t, "listen=127.0.0.1:8001")...)
+		if b := r.flights(0); !b.Guarded {
+			t.Errorf("another version's pins took the kernel datapath away: %v", b.Warnings)
+		}
+		r.signal(unix.SIGTERM)
+		r.drainedAtZero()
 		if _, err := os.Stat(filepath.Join(h.bpffs, "v999")); err != nil {
 			t.Errorf("another version's pins were touched: %v", err)
 		}
