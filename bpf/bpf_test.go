@@ -106,6 +106,7 @@ func helper(args []string) int {
 		if err != nil {
 			return fail(err)
 		}
+		defer ns.Close()
 		if _, err := h.AttachNetNS(int(ns.Fd())); err != nil {
 			return fail(err)
 		}

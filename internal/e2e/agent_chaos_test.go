@@ -441,9 +441,11 @@ func (b *chaotic) check() {
 	var v api.Backend
 	for {
 		v = c.awaitView(b.name, "as it has to be", func(v api.Backend) bool {
-			// A drain with nothing open ends, and its process with it.
+			// A drain with nothing open ends, and its process with it, unless there is nowhere else to go: then it admits, and
+			// our probes do not pause.
 			running := v.Drain != nil && v.Drain.Running()
-			return b.hasEnded() || v.PID == b.p.Process.Pid && v.CountsKnown && (v.Ready && !running || running && len(b.streams) > 0)
+			waits := running && (len(b.streams) > 0 || v.OnNew.Chosen == drain.OnNewAdmit)
+			return b.hasEnded() || v.PID == b.p.Process.Pid && v.CountsKnown && (v.Ready && !running || waits)
 		})
 		if !b.hasEnded() {
 			break
