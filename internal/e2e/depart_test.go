@@ -40,7 +40,8 @@ func TestC1_DepartureOverASteeredLink(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
 			n := newLAN(t)
-			r := n.run("web", with(wideBudget, tt.flags...), tt.argv(t)...)
+			// A machine that stands still for a moment is no balancer that has left.
+			r := n.run("web", with(wideBudget, append([]string{"--quiet-period", "1s"}, tt.flags...)...), tt.argv(t)...)
 			o := loadtest.Options{
 				Targets: []loadtest.Target{{Name: "v4", Addr: n.v4(8080)}, {Name: "v6", Addr: n.v6(8080)}},
 				Rate:    500, KeepAlive: tt.keepAlive, Slow: 10, Drain: 3 * time.Second, HTTP2: tt.http2,
