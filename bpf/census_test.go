@@ -190,20 +190,14 @@ func TestListenersAreFoundByProcess(t *testing.T) {
 func TestListenersAreFoundByCgroupAndAddress(t *testing.T) {
 	ns := netnstest.New(t)
 	h := installed(t, options(t))
-	root, err := netnstest.CgroupRoot()
-	if err != nil {
-		t.Skip("no cgroup v2 is mounted")
-	}
-	outer := filepath.Join(root, fmt.Sprintf("ebb-bpf-test-%d", os.Getpid()))
+	outer := netnstest.Cgroup(t)
 	inner := filepath.Join(outer, "inner")
-	for _, dir := range []string{outer, inner} {
-		if err := os.Mkdir(dir, 0o755); err != nil {
-			t.Skipf("cannot make a cgroup: %v", err)
-		}
-		t.Cleanup(func() {
-			eventually(t, "the cgroup to empty", func() bool { return os.Remove(dir) == nil })
-		})
+	if err := os.Mkdir(inner, 0o755); err != nil {
+		t.Fatal(err)
 	}
+	t.Cleanup(func() {
+		eventually(t, "the cgroup to empty", func() bool { return os.Remove(inner) == nil })
+	})
 	id, err := CgroupID(outer)
 	if err != nil {
 		t.Fatal(err)

@@ -389,12 +389,12 @@ func raiseFiles(t *testing.T, n uint64) {
 		return
 	}
 	if lim.Max < n {
-		t.Skipf("needs %d open files, the limit is %d", n, lim.Max)
+		netnstest.Skip(t, "needs %d open files, the limit is %d", n, lim.Max)
 	}
 	old := lim
 	lim.Cur = n
 	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &lim); err != nil {
-		t.Skipf("cannot raise the limit of open files: %v", err)
+		netnstest.Skip(t, "cannot raise the limit of open files: %v", err)
 	}
 	t.Cleanup(func() { _ = unix.Setrlimit(unix.RLIMIT_NOFILE, &old) })
 }

@@ -137,7 +137,7 @@ func TestPortOfTheHost(t *testing.T) {
 	}
 	host.Close()
 	if ino != id.Ino {
-		t.Skip("the test does not run in the host's network namespace")
+		netnstest.Skip(t, "the test does not run in the host's network namespace")
 	}
 	l, err := listen("127.0.0.1:0", false)
 	if err != nil {

@@ -49,12 +49,19 @@ func RequireRoot(t testing.TB) {
 	switch {
 	case err != nil:
 		t.Fatalf("read own capabilities: %v", err)
-	case missing == "":
-	case os.Getenv("CI") == "true":
-		t.Fatalf("needs %s, and CI=true: run the tests as root", missing)
-	default:
-		t.Skipf("needs %s: run the tests as root", missing)
+	case missing != "":
+		Skip(t, "needs %s: run the tests as root", missing)
 	}
+}
+
+// Skip skips a test that this machine cannot run, and fails it if the environment says CI=true. It is not for what a kernel
+// lacks: that is tested on several.
+func Skip(t testing.TB, format string, args ...any) {
+	t.Helper()
+	if os.Getenv("CI") == "true" {
+		t.Fatalf(format+"; CI=true", args...)
+	}
+	t.Skipf(format, args...)
 }
 
 // missingPrivilege names what a root test would lack, or is empty.
