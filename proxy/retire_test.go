@@ -19,6 +19,35 @@ import (
 	"github.com/ebbproxy/ebb/proxy"
 )
 
+// retiring is a relay to one peer that retires what is idle for so long, and the address at which it serves.
+func retiring(t *testing.T, peer netip.AddrPort, after time.Duration) (r *proxy.Relay, addr string) {
+	t.Helper()
+	r, err := proxy.New(proxy.Options{
+		Peers: []proxy.Peer{{Address: peer}}, RetireAfter: after, Probe: proxy.ProbeOptions{Interval: proxy.Never},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.Close() })
+	var lc net.ListenConfig
+	lc.SetMultipathTCP(false)
+	ln, err := lc.Listen(t.Context(), "tcp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { ln.Close() })
+	served := make(chan error, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() { served <- r.Serve(ctx, ln.(*net.TCPListener)) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-served; err != nil {
+			t.Error(err)
+		}
+	})
+	return r, ln.Addr().String()
+}
+
 // A client keeps its connection after its answer: it is retired, in order, and neither side sees a reset. One that waits
 // for its answer for longer than that is not, and one that never asked is.
 func TestC10_RelayedIdleConnectionIsRetired(t *testing.T) {
@@ -54,33 +83,10 @@ func TestC10_RelayedIdleConnectionIsRetired(t *testing.T) {
 			}()
 		}
 	}()
-	r, err := proxy.New(proxy.Options{
-		Peers: []proxy.Peer{{Address: netip.MustParseAddrPort(peer.Addr().String())}}, RetireAfter: 20 * time.Millisecond,
-		Probe: proxy.ProbeOptions{Interval: proxy.Never},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Close()
-	var lc net.ListenConfig
-	lc.SetMultipathTCP(false)
-	ln, err := lc.Listen(t.Context(), "tcp4", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ln.Close()
-	ctx, cancel := context.WithCancel(t.Context())
-	served := make(chan error, 1)
-	go func() { served <- r.Serve(ctx, ln.(*net.TCPListener)) }()
-	defer func() {
-		cancel()
-		if err := <-served; err != nil {
-			t.Error(err)
-		}
-	}()
+	r, addr := retiring(t, netip.MustParseAddrPort(peer.Addr().String()), 20*time.Millisecond)
 	dial := func(ask string) net.Conn {
 		t.Helper()
-		c, err := net.Dial("tcp4", ln.Addr().String())
+		c, err := net.Dial("tcp4", addr)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -170,30 +176,7 @@ func chatty(t *testing.T, asked, answered *atomic.Int64) netip.AddrPort {
 // pauses is left alone.
 func TestG5_RelayedClosedLoopsAreLetGo(t *testing.T) {
 	var asked, answered atomic.Int64
-	r, err := proxy.New(proxy.Options{
-		Peers: []proxy.Peer{{Address: chatty(t, &asked, &answered)}}, RetireAfter: time.Hour,
-		Probe: proxy.ProbeOptions{Interval: proxy.Never},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Close()
-	var lc net.ListenConfig
-	lc.SetMultipathTCP(false)
-	ln, err := lc.Listen(t.Context(), "tcp4", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ln.Close()
-	served := make(chan error, 1)
-	ctx, cancel := context.WithCancel(t.Context())
-	go func() { served <- r.Serve(ctx, ln.(*net.TCPListener)) }()
-	defer func() {
-		cancel()
-		if err := <-served; err != nil {
-			t.Error(err)
-		}
-	}()
+	r, addr := retiring(t, chatty(t, &asked, &answered), time.Hour)
 	type end struct {
 		what     string
 		answered int
@@ -202,7 +185,7 @@ func TestG5_RelayedClosedLoopsAreLetGo(t *testing.T) {
 	ends := make(chan end, 64)
 	var stop atomic.Bool
 	loop := func(what, request string, pause time.Duration) {
-		c, err := net.Dial("tcp4", ln.Addr().String())
+		c, err := net.Dial("tcp4", addr)
 		if err != nil {
 			t.Fatal(err)
 		}
