@@ -102,37 +102,45 @@ func (e *environment) ask(ctx context.Context, at where) ([]located, []silent, i
 	if err != nil {
 		return nil, nil, 0, err
 	}
+	out, bad := askAll(ctx, found, func(ctx context.Context, c *api.Client) (ls []located, err error) {
+		bs, err := c.Backends(ctx)
+		for _, b := range bs {
+			ls = append(ls, located{b, c})
+		}
+		return ls, err
+	})
+	slices.SortFunc(out, func(a, b located) int {
+		return cmp.Or(strings.Compare(a.Service, b.Service), strings.Compare(a.Name, b.Name), strings.Compare(a.client.Path(), b.client.Path()))
+	})
+	return out, bad, len(found), nil
+}
+
+// askAll asks all sockets at once; bad are those that do not answer, by path.
+func askAll[T any](ctx context.Context, found []api.Found, ask func(context.Context, *api.Client) ([]T, error)) (out []T, bad []silent) {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	var (
-		wg  sync.WaitGroup
-		mu  sync.Mutex
-		out []located
-		bad []silent
+		wg sync.WaitGroup
+		mu sync.Mutex
 	)
 	for _, f := range found {
 		wg.Go(func() {
-			var bs []api.Backend
+			var got []T
 			err := f.Err
 			if err == nil {
-				bs, err = f.Client.Backends(ctx)
+				got, err = ask(ctx, f.Client)
 			}
 			mu.Lock()
 			defer mu.Unlock()
 			if err != nil {
 				bad = append(bad, silent{f.Path, err})
 			}
-			for _, b := range bs {
-				out = append(out, located{b, f.Client})
-			}
+			out = append(out, got...)
 		})
 	}
 	wg.Wait()
-	slices.SortFunc(out, func(a, b located) int {
-		return cmp.Or(strings.Compare(a.Service, b.Service), strings.Compare(a.Name, b.Name), strings.Compare(a.client.Path(), b.client.Path()))
-	})
 	slices.SortFunc(bad, func(a, b silent) int { return strings.Compare(a.path, b.path) })
-	return out, bad, len(found), nil
+	return out, bad
 }
 
 // find is the backend of that name.

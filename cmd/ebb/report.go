@@ -10,7 +10,6 @@ import (
 	"io"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -88,32 +87,8 @@ func (e *environment) drains(ctx context.Context, at where) ([]api.Drain, []sile
 	if err != nil {
 		return nil, nil, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, askTimeout)
-	defer cancel()
-	var (
-		wg  sync.WaitGroup
-		mu  sync.Mutex
-		out []api.Drain
-		bad []silent
-	)
-	for _, f := range found {
-		wg.Go(func() {
-			var ds []api.Drain
-			err := f.Err
-			if err == nil {
-				ds, err = f.Client.Drains(ctx)
-			}
-			mu.Lock()
-			defer mu.Unlock()
-			if err != nil {
-				bad = append(bad, silent{f.Path, err})
-			}
-			out = append(out, ds...)
-		})
-	}
-	wg.Wait()
+	out, bad := askAll(ctx, found, func(ctx context.Context, c *api.Client) ([]api.Drain, error) { return c.Drains(ctx) })
 	slices.SortStableFunc(out, func(a, b api.Drain) int { return b.Begun.Compare(a.Begun) })
-	slices.SortFunc(bad, func(a, b silent) int { return cmp.Compare(a.path, b.path) })
 	return out, bad, nil
 }
 
