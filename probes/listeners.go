@@ -38,7 +38,7 @@ func sockets(pids []int) (map[uint64]descriptor, error) {
 	slices.Sort(pids)
 	for _, pid := range pids {
 		dir := fmt.Sprintf("/proc/%d/fd", pid)
-		fds, err := dirNumbers(dir)
+		fds, err := Numbers(dir)
 		switch {
 		case errors.Is(err, os.ErrNotExist), errors.Is(err, unix.ESRCH):
 			continue

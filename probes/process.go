@@ -87,7 +87,7 @@ func treePass(root int) ([]Process, error) {
 // list (CONFIG_PROC_CHILDREN); a process that has exited has none.
 func children(pid int) ([]int, error) {
 	dir := fmt.Sprintf("/proc/%d/task", pid)
-	tids, err := dirNumbers(dir)
+	tids, err := Numbers(dir)
 	if err != nil {
 		return nil, nil
 	}
@@ -111,7 +111,7 @@ func children(pid int) ([]int, error) {
 
 // parents reads every process there is, and returns the children of each.
 func parents() (map[int][]int, error) {
-	pids, err := dirNumbers("/proc")
+	pids, err := Numbers("/proc")
 	if err != nil {
 		return nil, fmt.Errorf("list processes: %w", err)
 	}
@@ -124,8 +124,9 @@ func parents() (map[int][]int, error) {
 	return m, nil
 }
 
-// dirNumbers lists the entries of a directory that are numbers, in ascending order.
-func dirNumbers(dir string) ([]int, error) {
+// Numbers lists the entries of a directory that are numbers, in ascending order: the processes of /proc, the descriptors
+// of one.
+func Numbers(dir string) ([]int, error) {
 	f, err := os.Open(dir)
 	if err != nil {
 		return nil, err

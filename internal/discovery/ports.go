@@ -134,7 +134,7 @@ func (s *Snapshot) unheld(ctx context.Context, ns *os.File, l *listeners, port u
 // read notes which of the sockets the process holds. One that ends meanwhile holds none.
 func (l *listeners) read(p *process) {
 	dir := "/proc/" + strconv.Itoa(p.pid) + "/fd"
-	fds, err := numbers(dir)
+	fds, err := probes.Numbers(dir)
 	if errors.Is(err, os.ErrPermission) {
 		l.hide(p)
 	}

@@ -60,11 +60,10 @@ func (s *Snapshot) Scan(ctx context.Context) error {
 	if s.buf == nil {
 		s.buf = make([]byte, 4096)
 	}
-	pids, err := numbers("/proc")
+	pids, err := probes.Numbers("/proc")
 	if err != nil {
 		return fmt.Errorf("scan processes: %w", err)
 	}
-	slices.Sort(pids)
 	old := s.interned
 	s.interned = make(map[string]string, len(old))
 	intern := func(b []byte) string {
@@ -216,26 +215,6 @@ func parseStat(b []byte, intern func([]byte) string) (p *process, living bool, e
 	// A leader that has ended while its threads run on is a zombie by name only.
 	living = f[0] != "X" && f[0] != "x" && (f[0] != "Z" || threads > 1) && flags&kernelThread == 0
 	return &process{ppid: ppid, start: start, comm: intern(b[open+1 : end])}, living, nil
-}
-
-// numbers lists the entries of a directory that are numbers.
-func numbers(dir string) ([]int, error) {
-	f, err := os.Open(dir)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	names, err := f.Readdirnames(-1)
-	if err != nil {
-		return nil, err
-	}
-	nums := make([]int, 0, len(names))
-	for _, name := range names {
-		if n, err := strconv.Atoi(name); err == nil {
-			nums = append(nums, n)
-		}
-	}
-	return nums, nil
 }
 
 // tree lists a process and its descendants.
