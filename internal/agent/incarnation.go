@@ -27,6 +27,7 @@ type incarnation struct {
 	lost    bool   // the last one has crashed
 	unknown bool   // whether there is one, and what it has open, is not known
 
+	ctx    context.Context    // until end
 	cancel context.CancelFunc // ends the goroutines of wg
 	wg     sync.WaitGroup
 }
@@ -49,6 +50,7 @@ type arrival struct {
 func (m *member) incarnate(ctx context.Context, a arrival) (*incarnation, error) {
 	inc := &incarnation{gen: a.gen, set: a.set, from: cmp.Or(a.from, a.set), proc: a.proc}
 	ctx, inc.cancel = context.WithCancel(ctx)
+	inc.ctx = ctx
 	inc.wg.Go(func() { a.proc.watch(ctx) })
 	before := m.life().b
 	if !a.adopted && (before == nil || before.proc != a.proc) {

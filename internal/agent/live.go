@@ -47,10 +47,14 @@ const keepDrains = 10
 func (m *member) account(ctx context.Context, e drain.Event) {
 	switch e.Type {
 	case drain.EventBegin:
-		m.wg.Go(func() { m.audits(ctx) })
+		inc := m.life()
+		if inc.b == nil {
+			return // it has gone already
+		}
+		m.wg.Go(func() { m.audits(inc) })
 		// The report is written when CMD and its sockets are gone.
 		var had api.Backend
-		m.life().sockets(&had, true)
+		inc.sockets(&had, true)
 		m.mu.Lock()
 		m.had = had
 		m.mu.Unlock()
@@ -117,16 +121,16 @@ func (m *member) finished(ctx context.Context, id string) drain.Status {
 }
 
 // audits compares the census with a walk while the drain runs: at once, and every 30 s.
-func (m *member) audits(ctx context.Context) {
-	for ctx.Err() == nil && m.draining() {
-		if _, err := m.life().b.audit(ctx); err != nil && ctx.Err() == nil {
+func (m *member) audits(inc *incarnation) {
+	for inc.ctx.Err() == nil && inc.draining() {
+		if _, err := inc.b.audit(inc.ctx); err != nil && inc.ctx.Err() == nil {
 			m.log.Warn("audit", "err", err)
 		}
 		select {
 		case <-time.After(auditEvery):
-		case <-m.life().machine.Done():
+		case <-inc.machine.Done():
 			return
-		case <-ctx.Done():
+		case <-inc.ctx.Done():
 			return
 		}
 	}

@@ -62,7 +62,7 @@ type member struct {
 	// addresses are those of the service in a network namespace; nil: nobody steers it.
 	addresses func(netns uint64) []api.ServiceAddress
 	current   atomic.Pointer[incarnation]
-	wg        sync.WaitGroup // every goroutine that uses the datapath
+	wg        *sync.WaitGroup // of the owner: every goroutine that uses the datapath
 
 	mu     sync.Mutex
 	drains []api.Drain

@@ -300,9 +300,6 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 	}
 	stopAPI()
 	n.wg.Wait()
-	for _, s := range seats {
-		s.wg.Wait() // what the last events have begun
-	}
 	return errors.Join(errs...)
 }
 
@@ -579,6 +576,7 @@ func (n *node) apply(cfg *config.Config) {
 func (n *node) unseated(sv config.Service, b config.Backend, err error, before *member) *member {
 	why := "it cannot be looked after: " + err.Error()
 	m := &member{
+		wg:   &n.wg,
 		name: b.Name, service: sv.Name, unit: b.Match.Unit, id: agentBackendID(b.Name), started: n.started, log: n.log, events: n.events, metrics: n.metrics,
 		drains: n.recall(b.Name),
 	}

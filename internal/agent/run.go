@@ -185,7 +185,7 @@ func newRunner(o RunOptions) (*runner, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &runner{member: &member{log: o.Log, started: time.Now()}, o: o, lastStart: time.Now()}
+	r := &runner{member: &member{log: o.Log, started: time.Now(), wg: new(sync.WaitGroup)}, o: o, lastStart: time.Now()}
 	r.set = &settings{
 		mode: o.Mode, policy: o.Policy, eff: eff, cov: r.coverage(), notify: hook.Hook{Signal: o.Notify}, flush: hook.Hook{Signal: o.Flush},
 	}

@@ -80,6 +80,7 @@ func put[T any](c chan T, v T) {
 func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 	s := &seat{
 		member: &member{
+			wg:   &n.wg,
 			name: b.Name, service: sv.Name, unit: b.Match.Unit, matched: b.Match.String(), id: agentBackendID(b.Name), started: n.started, log: n.log, events: n.events, metrics: n.metrics,
 		},
 		n: n, log: n.log.With("backend", b.Name), match: *b.Match, finds: make(chan find, 1), confs: make(chan *settings, 1), gone: make(chan struct{}), looked: make(chan struct{}), unproven: true,
@@ -835,7 +836,6 @@ func (s *seat) stop(remove bool) error {
 			inc.b.late.leave()
 		}
 		inc.end()
-		s.wg.Wait()
 		errs = append(errs, inc.proc.close())
 	}
 	s.unprobe()
