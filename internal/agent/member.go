@@ -102,6 +102,12 @@ func (m *member) view(ctx context.Context, closer bool, g *glance) api.Backend {
 	if inc.b == nil {
 		return m.absent(v, inc)
 	}
+	// Where it is steered to follows from whether it is ready, so that is read first: a view that shows it left out says why.
+	if m.addresses != nil {
+		for _, sp := range inc.b.dp.spaces() {
+			v.Addresses = append(v.Addresses, m.addresses(sp.id)...)
+		}
+	}
 	s := inc.machine.Status()
 	ready := inc.serves(ctx, m.name)
 	v.State, v.Ready, v.OnNew = s.State, ready == nil, onNewOf(set, s)
@@ -125,11 +131,6 @@ func (m *member) view(ctx context.Context, closer bool, g *glance) api.Backend {
 	v.Counts, v.CountsKnown, v.CountsAt = api.CountsOf(counts), counts.Known, &at
 	v.InFlight = api.InFlightOf(counts, set.eff.Policy.Idle)
 	inc.sockets(&v, closer)
-	if m.addresses != nil {
-		for _, sp := range inc.b.dp.spaces() {
-			v.Addresses = append(v.Addresses, m.addresses(sp.id)...)
-		}
-	}
 	v.Warnings = append(append(v.Warnings, inc.b.dp.warnings(g)...), inc.b.late.warnings()...)
 	v.Warnings = append(v.Warnings, inc.b.late.keep.warnings()...)
 	if s.ID != "" {
