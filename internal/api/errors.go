@@ -16,6 +16,8 @@ var (
 	ErrUnknown = errors.New("unknown backend")
 	// ErrUnknownDrain: no drain of that id is running or remembered. 404.
 	ErrUnknownDrain = errors.New("unknown drain")
+	// ErrUnknownSession: no session of that id, or none of the calling process, is open. 404.
+	ErrUnknownSession = errors.New("unknown session")
 	// ErrStale: the request names a generation that is over. Nothing was done. 409.
 	ErrStale = errors.New("stale generation")
 	// ErrNotDraining: undrain, extend or cut of a backend that is not draining. 409.
@@ -47,6 +49,7 @@ const problemType = "tag:github.com,2026:ebbproxy/ebb:"
 var problemKinds = []problemKind{
 	{"unknown-backend", 404, []error{ErrUnknown}},
 	{"unknown-drain", 404, []error{ErrUnknownDrain}},
+	{"unknown-session", 404, []error{ErrUnknownSession}},
 	{"stale-generation", 409, []error{ErrStale, drain.ErrStale}},
 	{"not-draining", 409, []error{ErrNotDraining, drain.ErrNotDraining}},
 	{"flush-has-begun", 409, []error{ErrFlushing, drain.ErrFlushing}},

@@ -68,7 +68,9 @@ type Backend struct {
 	// Addresses are those of the service that its owner steers over the backends, as they are where this one is; none if it
 	// steers none.
 	Addresses []ServiceAddress `json:"addresses,omitempty"`
-	Warnings  []string         `json:"warnings"`
+	// Sessions are the applications that have registered.
+	Sessions []SessionView `json:"sessions,omitempty"`
+	Warnings []string      `json:"warnings"`
 }
 
 // ServiceAddress is an address of a service, and who gets the new connections to it.
