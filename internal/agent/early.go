@@ -55,9 +55,9 @@ func (r *runner) openEarly(dp datapath) (*early, error) {
 		return nil, err
 	}
 	e := &early{k: k, prog: prog, span: r.set.eff.Policy.Grace + earlyDeadMan, stops: make(chan syscall.Signal, 1)}
-	for _, s := range append([]syscall.Signal{r.o.Flush}, r.o.StopSignals...) {
+	for _, s := range append([]syscall.Signal{r.o.flushSignal()}, r.o.StopSignals...) {
 		// What we send to tell of a drain is no stop.
-		if s != r.o.Notify && !slices.Contains(e.signals, s) {
+		if s != r.o.Notify.Signal && !slices.Contains(e.signals, s) {
 			e.signals = append(e.signals, s)
 		}
 	}

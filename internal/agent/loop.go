@@ -218,7 +218,7 @@ func (r *runner) begin(ctx context.Context, sig syscall.Signal) {
 		if err != nil && ctx.Err() == nil {
 			// Not even the drain can start: CMD must still stop.
 			r.log.Error("begin drain; CMD gets its stop signal without one", "err", err)
-			if err := r.life().b.proc.signal(r.o.Flush); err != nil {
+			if err := r.life().b.proc.signal(r.o.flushSignal()); err != nil {
 				r.log.Error("send stop signal", "err", err)
 			}
 		}

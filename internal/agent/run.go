@@ -90,12 +90,14 @@ type RunOptions struct {
 
 	Policy      drain.Policy
 	Mode        drain.Mode       // default enforce
-	Notify      syscall.Signal   // 0: none
-	Flush       syscall.Signal   // default SIGTERM
+	Notify      hook.Hook        // zero: none
+	Flush       hook.Hook        // default SIGTERM
+	Extension   time.Duration    // by how much an application may extend a drain, once; 0: not at all
 	StopSignals []syscall.Signal // default DefaultStopSignals
 
 	Datapath      string // auto (default), bpf, none
 	API           string // socket; default NAME.sock in the run directory
+	AppSocket     string // socket of applications; default NAME.app.sock in the run directory
 	Metrics       string // ADDR:PORT; "" serves them on the API socket only
 	Report        string
 	ExitOnOutcome bool
@@ -108,6 +110,9 @@ type RunOptions struct {
 	Progress io.Writer // nil: nothing is shown
 	Log      *slog.Logger
 }
+
+// flushSignal is what tells CMD to stop where no hook can.
+func (o RunOptions) flushSignal() syscall.Signal { return cmp.Or(o.Flush.Signal, unix.SIGTERM) }
 
 // Report is what --report writes: the drain as the API shows it, and what became of CMD.
 type Report struct {
@@ -175,8 +180,8 @@ func newRunner(o RunOptions) (*runner, error) {
 	if o.Mode == "" {
 		o.Mode = drain.ModeEnforce
 	}
-	if o.Flush == 0 {
-		o.Flush = unix.SIGTERM
+	if o.Flush.IsZero() {
+		o.Flush = hook.Hook{Signal: unix.SIGTERM}
 	}
 	if o.StopSignals == nil {
 		o.StopSignals = DefaultStopSignals(os.Getpid(), o.Terminal)
@@ -187,7 +192,7 @@ func newRunner(o RunOptions) (*runner, error) {
 	}
 	r := &runner{member: &member{log: o.Log, started: time.Now(), wg: new(sync.WaitGroup)}, o: o, lastStart: time.Now()}
 	r.set = &settings{
-		mode: o.Mode, policy: o.Policy, eff: eff, cov: r.coverage(), notify: hook.Hook{Signal: o.Notify}, flush: hook.Hook{Signal: o.Flush},
+		mode: o.Mode, policy: o.Policy, eff: eff, cov: r.coverage(), notify: o.Notify, flush: o.Flush,
 	}
 	if o.Ready != "" {
 		r.set.ready = func(ctx context.Context) error { return probes.Ready(ctx, o.Ready, readyTimeout) }
