@@ -76,7 +76,8 @@ directory for sockets.`,
 func applyVariables(flags *pflag.FlagSet, getenv func(string) string) error {
 	var bad error
 	flags.VisitAll(func(f *pflag.Flag) {
-		if bad != nil || f.Changed || f.Name == "help" {
+		// EBB_APP_SOCKET says where a supervisor of ours serves us, not where to serve.
+		if bad != nil || f.Changed || f.Name == "help" || f.Name == "app-socket" {
 			return
 		}
 		name := "EBB_" + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))

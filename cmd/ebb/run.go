@@ -20,6 +20,7 @@ import (
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/agent"
+	"github.com/ebbproxy/ebb/internal/hook"
 	"github.com/ebbproxy/ebb/proxy"
 )
 
@@ -40,13 +41,14 @@ type runFlags struct {
 	name, service, protocol, idle, onDeadline string
 	onNew                                     onNewFlag
 	notify, flush, ready, mode, datapath, api string
-	metrics, report, bpffs                    string
+	appSocket, metrics, report, bpffs         string
 	listen, stopSignals                       []string
 	peers, healthFrom                         []string
 	healthPath                                string
 	exclude                                   []uint
 	grace, flushTimeout, reserve, quietPeriod time.Duration
 	admitFor, idleAfter, closeSpread, holdFor time.Duration
+	extension                                 time.Duration
 	holdMax                                   int
 	exitOnOutcome, restartOnExit, early       bool
 	attach                                    int
@@ -61,7 +63,8 @@ func newRunCmd(env *environment) *cobra.Command {
 		Example: `  ebb run --protocol http1 -- nginx -g 'daemon off;'
   ebb run --name api --listen :8080 --grace 40s --report /var/log/api-drain.json -- ./server
   ebb run --service web --peer 192.0.2.10:8080 --health-path /healthz -- ./server
-  ebb run --on-new refuse --notify signal:SIGQUIT -- ./server`,
+  ebb run --on-new refuse --notify signal:SIGQUIT -- ./server
+  ebb run --flush api --extension 20s -- ./server`,
 		Args: cobra.ArbitraryArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			o, err := f.options(env, args, cmd.ArgsLenAtDash())
@@ -103,13 +106,15 @@ func newRunCmd(env *environment) *cobra.Command {
 	fl.StringVar(&f.healthPath, "health-path", "", "`path` of a balancer's health checks: when late they are answered with 503")
 	fl.StringVar(&f.onDeadline, "on-deadline", string(drain.OnDeadlineCut), "what is left at the deadline: cut, reset or leave")
 	fl.DurationVar(&f.closeSpread, "close-spread", 0, "spread the cuts over this window")
-	fl.StringVar(&f.notify, "notify", "", "tell CMD that it is draining: `signal:NAME[@begin|@settled]`")
-	fl.StringVar(&f.flush, "flush", "signal:SIGTERM", "tell CMD to stop: `signal:NAME`")
+	fl.StringVar(&f.notify, "notify", "", "tell CMD that it is draining: `HOOK[@begin|@settled]`, as for --flush")
+	fl.StringVar(&f.flush, "flush", "signal:SIGTERM", "tell CMD to stop: a `HOOK` is "+hook.Forms)
+	fl.DurationVar(&f.extension, "extension", 0, "how much CMD may extend a drain by, once, through its session (default: not at all)")
 	fl.StringSliceVar(&f.stopSignals, "stop-signal", nil, "`signals` that begin the drain (default: TERM, INT, QUIT; as PID 1 also USR1 and, without a terminal, WINCH)")
 	fl.StringVar(&f.ready, "ready", "", "`URL` that must answer for /readyz to say yes")
 	fl.StringVar(&f.mode, "mode", string(drain.ModeEnforce), "off, observe (count and report only) or enforce")
 	fl.StringVar(&f.datapath, "datapath", "auto", "auto, bpf, or none (count by sock_diag, without privilege)")
 	fl.StringVar(&f.api, "api", "", "`path` of the API socket (default: run/NAME.sock in the run directory)")
+	fl.StringVar(&f.appSocket, "app-socket", "", "`path` of the socket that CMD finds in EBB_APP_SOCKET (default: run/NAME.app.sock in the run directory)")
 	fl.StringVar(&f.metrics, "metrics", "", "`ADDR:PORT` for /metrics, /readyz and /livez over TCP")
 	fl.StringVar(&f.report, "report", "", "write what happened to `FILE` as JSON at the end")
 	fl.BoolVar(&f.exitOnOutcome, "exit-on-outcome", false, "exit with 3 if the drain expired, 4 if it was lost")
@@ -122,7 +127,15 @@ func newRunCmd(env *environment) *cobra.Command {
 	complete(cmd, "on-deadline", []string{string(drain.OnDeadlineCut), string(drain.OnDeadlineReset), string(drain.OnDeadlineLeave)})
 	complete(cmd, "mode", []string{string(drain.ModeOff), string(drain.ModeObserve), string(drain.ModeEnforce)})
 	complete(cmd, "datapath", []string{"auto", "bpf", "none"})
+	completeHook(cmd, "notify")
+	completeHook(cmd, "flush")
 	return cmd
+}
+
+// completeHook offers how a hook begins.
+func completeHook(cmd *cobra.Command, flag string) {
+	begins := []string{"signal:SIGTERM", "signal:SIGQUIT", "signal:SIGINT", "signal:SIGUSR1", "http://", "https://", "exec:", "api"}
+	_ = cmd.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(begins, cobra.ShellCompDirectiveNoFileComp|cobra.ShellCompDirectiveNoSpace))
 }
 
 // options checks what was typed. Every error is one of usage, and `ebb run` answers 125 for those too.
@@ -148,7 +161,7 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 	_, terminal := env.terminal(env.stderr)
 	o = agent.RunOptions{
 		Name: f.name, Service: f.service, Argv: args, Env: os.Environ(), Stdin: stdin, Stdout: stdout, Stderr: stderr,
-		Ready: f.ready, Mode: drain.Mode(f.mode), Datapath: f.datapath, API: f.api, Metrics: f.metrics, Report: f.report,
+		Ready: f.ready, Mode: drain.Mode(f.mode), Datapath: f.datapath, API: f.api, AppSocket: f.appSocket, Metrics: f.metrics, Report: f.report,
 		ExitOnOutcome: f.exitOnOutcome, RestartOnExit: f.restartOnExit, Early: f.early, Attach: f.attach, RunDir: env.runDir(), BPFFS: f.bpffs,
 		Terminal: terminal,
 		Policy: drain.Policy{
@@ -198,7 +211,7 @@ func (f *runFlags) options(env *environment, args []string, dash int) (agent.Run
 		return o, err
 	}
 	for _, s := range f.stopSignals {
-		sig, err := agent.ParseSignal(s)
+		sig, err := hook.ParseSignal(s)
 		if err != nil {
 			return o, usagef("--stop-signal: %w", err)
 		}
@@ -263,54 +276,32 @@ func parsePeer(s string) (p agent.Peer, err error) {
 // maxPorts is how many ports a watch in the kernel holds.
 const maxPorts = 16
 
-// hooks reads --notify and --flush.
+// hooks reads what CMD is told, and what it may ask for.
 func (f *runFlags) hooks(o *agent.RunOptions) error {
-	sig, at, err := parseHook(f.notify)
-	if err != nil {
-		return usagef("--notify %q: %w", f.notify, err)
+	var err error
+	if f.notify != "" {
+		if o.Notify, o.Policy.NotifyAt, err = hook.ParseNotify(f.notify); err != nil {
+			return usagef("--notify %q: %w", f.notify, err)
+		}
 	}
-	if sig == syscall.SIGKILL || sig == syscall.SIGSTOP {
+	if s := o.Notify.Signal; s == syscall.SIGKILL || s == syscall.SIGSTOP {
 		return usagef("--notify %q: CMD cannot wind down at a signal that it cannot catch", f.notify)
 	}
-	o.Notify, o.Policy.NotifyAt = sig, at
-	if sig, at, err = parseHook(f.flush); err != nil {
+	var at drain.NotifyAt
+	if o.Flush, at, err = hook.ParseNotify(f.flush); err != nil {
 		return usagef("--flush %q: %w", f.flush, err)
 	}
 	if at != "" {
 		return usagef("--flush %q: @%s belongs to --notify", f.flush, at)
 	}
-	if sig == syscall.SIGSTOP || sig == syscall.SIGCONT || sig == syscall.SIGCHLD {
+	if s := o.Flush.Signal; s == syscall.SIGSTOP || s == syscall.SIGCONT || s == syscall.SIGCHLD {
 		return usagef("--flush %q: no program ends at it", f.flush)
 	}
-	o.Flush = sig
+	if f.extension < 0 || f.extension > f.grace {
+		return usagef("--extension %v: want a duration up to --grace, %v", f.extension, f.grace)
+	}
+	o.Extension = f.extension
 	return nil
-}
-
-// parseHook reads signal:NAME[@begin|@settled]; empty is no hook.
-func parseHook(s string) (syscall.Signal, drain.NotifyAt, error) {
-	if s == "" {
-		return 0, "", nil
-	}
-	kind, rest, ok := strings.Cut(s, ":")
-	switch {
-	case ok && (kind == "http" || kind == "https" || kind == "exec"):
-		return 0, "", fmt.Errorf("%s hooks are not available in this version; use signal:NAME", kind)
-	case !ok || kind != "signal":
-		return 0, "", errors.New("want signal:NAME, such as signal:SIGQUIT")
-	}
-	name, moment, at := strings.Cut(rest, "@")
-	sig, err := agent.ParseSignal(name)
-	if err != nil {
-		return 0, "", err
-	}
-	if !at {
-		return sig, "", nil
-	}
-	switch drain.NotifyAt(moment) {
-	case drain.NotifyAtBegin, drain.NotifyAtSettled:
-		return sig, drain.NotifyAt(moment), nil
-	}
-	return 0, "", fmt.Errorf("@%s: want @begin or @settled", moment)
 }
 
 // logger writes what is wrong to stderr: in words on a terminal, as JSON beside the events elsewhere.

@@ -5,6 +5,7 @@ package hook
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -75,8 +76,9 @@ type Target struct {
 // and time_left_ms, and the header Idempotency-Key: DRAIN-KIND. A status of 200 to 299 is success, and nothing is sent
 // after it. A connection that fails, 429 and 5xx are tried again, with a pause of 100 ms that doubles up to 1 s, until
 // ctx ends; so an application that loses its answer may see the key twice. Any other status is final, redirects
-// included. The application may take as long to answer as ctx lasts. A host name is resolved by the caller's resolver
-// (localhost is the loopback of the namespace), and its addresses are connected to inside the namespace.
+// included, and so is a certificate that this host does not trust. The application may take as long to answer as ctx
+// lasts. A host name is resolved by the caller's resolver (localhost is the loopback of the namespace), and its addresses
+// are connected to inside the namespace.
 //
 // exec: run once, in the network namespace and the caller's other ones, with PATH, Target.Env and EBB_DRAIN,
 // EBB_BACKEND, EBB_SERVICE, EBB_GEN, EBB_KIND, EBB_REASON, EBB_CAUSE, EBB_DEADLINE (RFC 3339) and EBB_TIME_LEFT_MS. Exit
@@ -190,6 +192,9 @@ func (h Hook) postOnce(ctx context.Context, client *http.Client, m Message, dead
 	req.Header.Set("Idempotency-Key", m.Key())
 	req.Header.Set("User-Agent", "ebb-hook")
 	resp, err := client.Do(req)
+	if bad := (*tls.CertificateVerificationError)(nil); errors.As(err, &bad) {
+		return err // it is the same one next time
+	}
 	if err != nil {
 		return errAgain{err}
 	}

@@ -78,6 +78,28 @@ func TestD5_FlushCarriesAnIdempotencyKey(t *testing.T) {
 	}
 }
 
+// Over https the application proves who it is, and one that cannot is not asked again.
+func TestHTTPSIsVerified(t *testing.T) {
+	var asked, refused atomic.Int32
+	srv := httptest.NewUnstartedServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { asked.Add(1) }))
+	srv.Config.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, 0)
+	srv.Config.ConnState = func(_ net.Conn, s http.ConnState) {
+		if s == http.StateNew {
+			refused.Add(1)
+		}
+	}
+	srv.StartTLS()
+	defer srv.Close()
+	h := Hook{HTTP: srv.URL}
+	if err := h.Deliver(limit(t), Target{}, message); err == nil || asked.Load() != 0 || refused.Load() != 1 {
+		t.Errorf("an unknown authority: got %v after %d requests over %d connections, want it refused at the first", err, asked.Load(), refused.Load())
+	}
+	trusting := srv.Client()
+	if err := h.post(limit(t), trusting, Target{Log: slog.New(slog.DiscardHandler)}, message, time.Now()); err != nil || asked.Load() != 1 {
+		t.Errorf("got %v after %d requests, want one", err, asked.Load())
+	}
+}
+
 func TestT12_DeliveredOnceOnSuccess(t *testing.T) {
 	for _, status := range []int{200, 202, 204, 299} {
 		n := 0

@@ -16,10 +16,13 @@ import (
 // field is set; the zero value is no hook.
 type Hook struct {
 	Signal syscall.Signal // to the main process, once
-	HTTP   string         // URL that a JSON Message is posted to
+	HTTP   string         // URL, http or https, that a JSON Message is posted to
 	Exec   []string       // argument vector, run without a shell
 	API    bool           // the application's own session carries it
 }
+
+// lastSignal is the highest number of one: signal(7), SIGRTMAX.
+const lastSignal = 64
 
 // IsZero says that there is no hook.
 func (h Hook) IsZero() bool {
@@ -47,7 +50,7 @@ func (h Hook) Validate() error {
 		return fmt.Errorf("%w: give one of signal, http, exec, api", ErrInvalid)
 	case len(kinds) > 1:
 		return fmt.Errorf("%w: give only one of %s", ErrInvalid, strings.Join(kinds, ", "))
-	case h.Signal != 0 && unix.SignalName(h.Signal) == "":
+	case h.Signal < 0 || h.Signal > lastSignal:
 		return fmt.Errorf("%w: no signal has the number %d", ErrInvalid, int(h.Signal))
 	case h.Exec != nil && (len(h.Exec) == 0 || h.Exec[0] == ""):
 		return fmt.Errorf("%w: exec names no program", ErrInvalid)
@@ -64,8 +67,8 @@ func validateURL(s string) error {
 	switch {
 	case err != nil:
 		return err // names the URL
-	case u.Scheme != "http":
-		return fmt.Errorf("%s: only http:// URLs can be posted to", s)
+	case u.Scheme != "http" && u.Scheme != "https":
+		return fmt.Errorf("%s: only http:// and https:// URLs can be posted to", s)
 	case u.Hostname() == "":
 		return fmt.Errorf("%s: names no host", s)
 	case u.User != nil:
@@ -74,8 +77,8 @@ func validateURL(s string) error {
 	return nil
 }
 
-// String is the hook in one word of its kind and its argument, as settings
-// and logs show it: `signal:SIGTERM`, `http:http://127.0.0.1:8081/flush`,
+// String is the hook as Parse reads it, but for a program whose arguments have
+// spaces or quotes: `signal:SIGTERM`, `http://127.0.0.1:8081/flush`,
 // `exec:/usr/bin/flush now`, `api`; `none` for the zero value.
 func (h Hook) String() string {
 	switch {
@@ -85,7 +88,7 @@ func (h Hook) String() string {
 		}
 		return fmt.Sprintf("signal:%d", int(h.Signal))
 	case h.HTTP != "":
-		return "http:" + h.HTTP
+		return h.HTTP
 	case h.Exec != nil:
 		return "exec:" + strings.Join(h.Exec, " ")
 	case h.API:
