@@ -18,6 +18,8 @@ var (
 	ErrUnknownDrain = errors.New("unknown drain")
 	// ErrUnknownSession: no session of that id, or none of the calling process, is open. 404.
 	ErrUnknownSession = errors.New("unknown session")
+	// ErrAmbiguous: the calling process has registered several sessions and the request names none. 400.
+	ErrAmbiguous = errors.New("several sessions")
 	// ErrStale: the request names a generation that is over. Nothing was done. 409.
 	ErrStale = errors.New("stale generation")
 	// ErrNotDraining: undrain, extend or cut of a backend that is not draining. 409.
@@ -50,6 +52,7 @@ var problemKinds = []problemKind{
 	{"unknown-backend", 404, []error{ErrUnknown}},
 	{"unknown-drain", 404, []error{ErrUnknownDrain}},
 	{"unknown-session", 404, []error{ErrUnknownSession}},
+	{"ambiguous-session", 400, []error{ErrAmbiguous}},
 	{"stale-generation", 409, []error{ErrStale, drain.ErrStale}},
 	{"not-draining", 409, []error{ErrNotDraining, drain.ErrNotDraining}},
 	{"flush-has-begun", 409, []error{ErrFlushing, drain.ErrFlushing}},

@@ -202,6 +202,8 @@ type Drain struct {
 	Retired   int64       `json:"retired"` // idle connections closed one by one
 	// Late counts the connections that arrived after the drain began, nil if not known.
 	Late *Late `json:"late"`
+	// Held are the leases that the drain has met.
+	Held []HeldDuring `json:"held,omitempty"`
 	// Unguarded: admission could not be closed, so that a zero was believed after a pause only.
 	Unguarded bool `json:"unguarded"`
 	// WouldHave: under observe; nothing was touched, and this is what enforcing would have done.

@@ -134,6 +134,8 @@ var kinds = []struct {
 }{
 	{"unknown", []error{api.ErrUnknown}},
 	{"unknown-drain", []error{api.ErrUnknownDrain}},
+	{"unknown-session", []error{api.ErrUnknownSession}},
+	{"ambiguous-session", []error{api.ErrAmbiguous}},
 	{"stale", []error{api.ErrStale, drain.ErrStale}},
 	{"not-draining", []error{api.ErrNotDraining, drain.ErrNotDraining}},
 	{"flushing", []error{api.ErrFlushing, drain.ErrFlushing}},
