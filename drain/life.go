@@ -115,6 +115,7 @@ type life struct {
 	nextSettle time.Time
 
 	notified   bool // the notice was handed to World, or the application was told by somebody else
+	told       bool // it has heard by another way than the notice, which goes out all the same
 	notifiedAt time.Time
 	retired    int
 
@@ -550,7 +551,7 @@ func (m *Machine) undrain(gen uint64, by string) error {
 	} else {
 		m.would("open admission and turn readiness on again")
 	}
-	if d.notified && m.enforce() {
+	if (d.notified || d.told) && m.enforce() {
 		m.warn("the application was told that it drains and may end by itself", nil)
 	}
 	d.admission, d.unguardedWhy = AdmissionOpen, ""
@@ -647,7 +648,7 @@ func (m *Machine) onExited(err error) {
 	}
 	// An application that was told, and that ends cleanly, has done what it was asked. The last look
 	// may be one poll interval older than its last response. Under observe it is told by whoever stops it.
-	told := d.notified
+	told := d.notified || d.told
 	switch d.cause {
 	case CauseSignal, CausePodDeleted, CausePrestop:
 		told = told || !m.enforce()

@@ -411,6 +411,19 @@ func (m *Machine) SetHolds(n int, names []string) {
 	}
 }
 
+// Told says that the application knows of a drain by another way than Notify: when it ends cleanly from now on it has done what
+// it was asked. The notice goes out all the same. A drain that does not run is no error. The error is ErrClosed or the end of
+// ctx.
+func (m *Machine) Told(ctx context.Context, id string) error {
+	_, err := m.ask(ctx, func(*command) error {
+		if m.live() && m.life.id == id {
+			m.life.told = true
+		}
+		return nil
+	})
+	return err
+}
+
 // Status is the present snapshot. It never blocks.
 func (m *Machine) Status() Status { return m.snap.Load().status }
 

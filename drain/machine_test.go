@@ -787,6 +787,37 @@ func TestR9_ToldBySomebodyElse(t *testing.T) {
 	}
 }
 
+// One that has heard by another way than the notice is given the notice all the same, and counts as told.
+func TestR9_ToldByAnotherWay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		w.counts = Counts{Known: true, Active: 1}
+		b := run(t, w, func(o *Options) { o.Notify = false })
+		if err := b.Told(t.Context(), "another drain"); err != nil {
+			t.Fatal(err)
+		}
+		st := b.begin(Request{Policy: budget})
+		if err := b.Told(t.Context(), st.ID); err != nil {
+			t.Fatal(err)
+		}
+		b.Exited(nil)
+		b.outcome(OutcomeDrained)
+	})
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		w.counts = Counts{Known: true, Active: 1}
+		b := run(t, w)
+		st := b.begin(Request{Policy: with(func(p *Policy) { p.NotifyAt = NotifyAtSettled })})
+		if err := b.Told(t.Context(), st.ID); err != nil {
+			t.Fatal(err)
+		}
+		after(3 * time.Second)
+		if n := w.count("notify"); n != 1 {
+			t.Errorf("notices: got %d, want 1", n)
+		}
+	})
+}
+
 func TestR10_PollSeesZeroWithoutTheEvent(t *testing.T) {
 	for _, hint := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {
