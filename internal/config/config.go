@@ -64,10 +64,11 @@ type Kubernetes struct {
 
 // Settings are what a drain is governed by.
 type Settings struct {
-	Policy  drain.Policy  // as drain.Validate returned it
-	HoldMax int           // connections parked at most at any moment
-	HoldFor time.Duration // and for so long at most, each
-	Retain  time.Duration // for so long the metrics of a backend that is gone stay
+	Policy    drain.Policy  // as drain.Validate returned it
+	Extension time.Duration // by so much at most an application may extend a drain, once; 0: not at all
+	HoldMax   int           // connections parked at most at any moment
+	HoldFor   time.Duration // and for so long at most, each
+	Retain    time.Duration // for so long the metrics of a backend that is gone stay
 	// DrainOnVersionUpgrade lets a ready higher version of the service drain lower ones.
 	DrainOnVersionUpgrade bool
 }
@@ -108,6 +109,7 @@ type Backend struct {
 	Match   *discovery.Match // nil if it is remote
 	Address netip.AddrPort   // not valid if it is local
 	Weight  int              // share of new connections relative to the other backends of the service; default 1
+	Version int64            // of the application, unless a session of it says another; 0: none
 }
 
 // maxSize bounds a configuration, in bytes. One backend takes about a hundred.

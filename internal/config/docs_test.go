@@ -66,6 +66,8 @@ func kind(v value) string {
 		return "boolean"
 	case scalar[int]:
 		return strings.TrimPrefix(v.form.want, "a ")
+	case scalar[int64]:
+		return strings.TrimPrefix(v.form.want, "a ")
 	case scalar[uint16]:
 		return "port"
 	case scalar[drain.Mode]:
@@ -198,16 +200,12 @@ func TestDocsHaveEveryKey(t *testing.T) {
 
 // every adds to the schema of a key what no key can say by itself.
 var every = map[string]map[string]any{
-	"services[].notify":     {"oneOf": exactlyOne("signal", "http", "exec")},
-	"services[].flush":      {"oneOf": exactlyOne("signal", "http", "exec")},
-	"services[].notify.api": {"const": false},
-	"services[].flush.api":  {"const": false},
-	"kubernetes.enabled":    {"const": false},
+	"services[].notify":  {"oneOf": oneHook},
+	"services[].flush":   {"oneOf": oneHook},
+	"kubernetes.enabled": {"const": false},
 
-	"defaults.drain_on_version_upgrade":   {"const": false},
-	"services[].drain_on_version_upgrade": {"const": false},
-	"defaults.max_connection_age":         {"pattern": zeroPattern},
-	"services[].max_connection_age":       {"pattern": zeroPattern},
+	"defaults.max_connection_age":   {"pattern": zeroPattern},
+	"services[].max_connection_age": {"pattern": zeroPattern},
 
 	"services[].notify.exec":           {"minItems": 1},
 	"services[].flush.exec":            {"minItems": 1},
@@ -223,6 +221,19 @@ var every = map[string]map[string]any{
 	"state.dir":                        {"pattern": "^/"},
 	"state.bpffs":                      {"pattern": "^/"},
 }
+
+// oneHook is exactly one of the four; api counts when it is true.
+var oneHook = []any{
+	map[string]any{"required": []string{"signal"}, "properties": notAPI},
+	map[string]any{"required": []string{"http"}, "properties": notAPI},
+	map[string]any{"required": []string{"exec"}, "properties": notAPI},
+	map[string]any{
+		"required": []string{"api"}, "properties": map[string]any{"api": map[string]any{"const": true}},
+		"not": map[string]any{"anyOf": exactlyOne("signal", "http", "exec")},
+	},
+}
+
+var notAPI = map[string]any{"api": map[string]any{"const": false}}
 
 func exactlyOne(keys ...string) []any {
 	var all []any

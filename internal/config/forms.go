@@ -29,6 +29,9 @@ const (
 // mostHeld bounds hold_max: each connection that waits takes one of the host's ports.
 const mostHeld = 16384
 
+// highestVersion is the highest number that every reader of JSON keeps exactly: RFC 8259, section 6.
+const highestVersion = 1<<53 - 1
+
 // maxSocketPath is that of sun_path, without its final zero: unix(7).
 const maxSocketPath = 107
 
@@ -209,13 +212,13 @@ func boolean(to *bool) scalar[bool] {
 }
 
 // number is a decimal number; YAML takes 010 for 8, which is not what a port was meant to be.
-func number[T ~int | ~uint16](to *T, lo, hi int) scalar[T] {
+func number[T ~int | ~uint16 | ~int64](to *T, lo, hi int64) scalar[T] {
 	return scalar[T]{to: to, form: form[T]{
 		tag: "!!int", want: fmt.Sprintf("a number from %d to %d", lo, hi),
-		print: func(v T) string { return strconv.Itoa(int(v)) },
+		print: func(v T) string { return strconv.FormatInt(int64(v), 10) },
 		parse: func(s string) (T, bool) {
-			v, err := strconv.Atoi(s)
-			return T(v), err == nil && strconv.Itoa(v) == s && lo <= v && v <= hi
+			v, err := strconv.ParseInt(s, 10, 64)
+			return T(v), err == nil && strconv.FormatInt(v, 10) == s && lo <= v && v <= hi
 		},
 	}}
 }

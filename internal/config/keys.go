@@ -3,6 +3,7 @@
 package config
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net"
@@ -64,6 +65,7 @@ func (s *Settings) keys() []key {
 		{name: "grace", value: duration(&p.Grace, shortest)},
 		{name: "flush_timeout", value: duration(&p.FlushTimeout, shortest)},
 		{name: "reserve", value: duration(&p.Reserve, shortest)},
+		{name: "extension", value: duration(&s.Extension, 0)},
 		{name: "quiet_period", value: duration(&p.QuietPeriod, shortest)},
 		{name: "idle", value: word(&p.Idle, drain.IdleIgnore, drain.IdleWait, drain.IdleClose)},
 		{name: "idle_after", value: duration(&p.IdleAfter, shortest)},
@@ -110,6 +112,7 @@ func (b *Backend) keys() []key {
 		{name: "match", value: optional[discovery.Match]{to: &b.Match, keys: matchKeys, check: checkMatch}},
 		{name: "address", value: omit(scalar[netip.AddrPort]{to: &b.Address, form: addressForm(true)})},
 		{name: "weight", value: number(&b.Weight, 1, 256)},
+		{name: "version", value: omit(number(&b.Version, 1, highestVersion))},
 	}
 }
 
@@ -172,14 +175,29 @@ func probeKeys(p *health.Probe) []key {
 	}
 }
 
-// check refuses what this version does not do: nobody may rely on a setting that is taken and then ignored. It comes after the
-// policies, which tell of what they contradict.
+// check comes after the policies, which tell of what they contradict. What this version does not do is refused: nobody may rely
+// on a setting that is taken and then ignored.
 func (s *Settings) check(r *reader, path string) {
+	s.checkExtension(r, path)
 	if at := path + ".max_connection_age"; s.Policy.MaxAge > 0 && r.lines[at] != 0 {
 		r.refuse(at, "this version does not end connections by their age: leave it out, or 0s")
 	}
-	if at := path + ".drain_on_version_upgrade"; s.DrainOnVersionUpgrade && r.lines[at] != 0 {
-		r.refuse(at, "this version does not compare versions: drain the old backend with ebb drain")
+}
+
+// checkExtension tells what is inherited where it stands, not of every service.
+func (s *Settings) checkExtension(r *reader, path string) {
+	grace, at := cmp.Or(s.Policy.Grace, drain.DefaultGrace), path+".extension"
+	if r.lines[at] == 0 && r.lines[path+".grace"] == 0 {
+		return
+	}
+	for _, of := range []string{path, "defaults"} {
+		if r.bad[of+".extension"] || r.bad[of+".grace"] {
+			return
+		}
+	}
+	if s.Extension > grace {
+		r.refuse(at, "%s is longer than grace %s: a drain could take %s: shorten it to %s or less",
+			brief(s.Extension), brief(grace), brief(grace+s.Extension), brief(grace))
 	}
 }
 
@@ -247,6 +265,13 @@ func (c *Config) check(r *reader, _ string) {
 		if r.lines[sp+".retain"] != 0 && !r.bad[sp+".retain"] && !r.bad["defaults.retain"] && s.Retain != c.Defaults.Retain {
 			r.refuse(sp+".retain", "this version keeps the metrics of all services equally long: set defaults.retain")
 		}
+		sessions := func(at string, h hook.Hook) {
+			if h.API && c.API.AppSocket == "" && !r.bad["api"] {
+				r.refuse(at, "applications have their sessions at api.app_socket, and there is none: give it, or another hook")
+			}
+		}
+		sessions(sp+".notify.api", s.Notify)
+		sessions(sp+".flush.api", s.Flush)
 		if s.Name != "" {
 			claim(sp+".name", services[s.Name], "%q is taken", s.Name)
 			services[s.Name] = sp + ".name"
@@ -329,6 +354,8 @@ func (b *Backend) check(r *reader, path string) {
 		r.refuse(path, "match says that it is local and address that it is remote: give one of them")
 	case !match && !address:
 		r.refuse(path, "give match for a local backend or address for a remote one")
+	case address && b.Version != 0:
+		r.refuse(path+".version", "is of no use: a remote backend is neither drained from here nor known to be ready")
 	}
 }
 
@@ -344,8 +371,6 @@ func checkHook(h *hook.Hook, r *reader, path string) {
 	}
 	if err := h.Validate(); err != nil {
 		r.refuse(path, "%w", err)
-	} else if h.API {
-		r.refuse(path+".api", "this version of the agent has no sessions of applications: give signal, http or exec")
 	}
 }
 

@@ -28,7 +28,7 @@ var refusals = []struct {
 	{"typo", "defaults:\n  grase: 30s\n  flush-timeout: 3s\n  MODE: off\n", true, `
 :2: defaults.grase: unknown key: did you mean "grace"?
 :3: defaults.flush-timeout: unknown key: did you mean "flush_timeout"?
-:4: defaults.MODE: unknown key: the keys here are protocol, grace, flush_timeout, reserve, quiet_period, idle, idle_after, on_new, admit_for, hold_max, hold_for, on_deadline, close_spread, max_connection_age, retain, drain_on_version_upgrade`},
+:4: defaults.MODE: unknown key: the keys here are protocol, grace, flush_timeout, reserve, extension, quiet_period, idle, idle_after, on_new, admit_for, hold_max, hold_for, on_deadline, close_spread, max_connection_age, retain, drain_on_version_upgrade`},
 	{"key in the wrong place", "grace: 30s\n" + one("unit: a.service"), true, `
 :1: grace: unknown key here: it belongs to defaults, services[]
 :4: services[0].unit: unknown key here: it belongs to services[].backends[].match`},
@@ -131,8 +131,8 @@ var refusals = []struct {
 :6: services[1].listen[0]: 0.0.0.0:80 is listened on by services[0].listen[0] on line 3`},
 	{"hooks", one("notify: {signal: KILL}", "flush: {signal: CONT}") + service("b", "notify: {at: begin}", "flush: {signal: NOPE}") +
 		service("c", "notify: {api: true, exec: [a]}", "flush: {http: \"https://127.0.0.1/\", at: begin}") +
-		service("d", "notify: {http: \"http://u:p@127.0.0.1/\"}", "flush: {http: \"https://127.0.0.1/\"}") +
-		service("e", "notify: {exec: []}", "flush: {api: false}"), false, `
+		service("d", "notify: {http: \"http://u:p@127.0.0.1/\"}", "flush: {http: \"https:///\"}") +
+		service("e", "notify: {exec: []}", "flush: {api: false}") + service("f", "notify: {http: \"ftp://h/\"}"), false, `
 :3: services[0].notify.signal: nothing can wind down at a signal that it cannot catch
 :4: services[0].flush.signal: no program ends at it
 :7: services[1].notify: hook cannot work: give one of signal, http, exec, api
@@ -140,19 +140,28 @@ var refusals = []struct {
 :11: services[2].notify: hook cannot work: give only one of exec, api
 :12: services[2].flush.at: unknown key here: it belongs to services[].notify
 :15: services[3].notify: hook cannot work: a URL with a user name or a password ends up in logs: leave them out
-:16: services[3].flush: hook cannot work: https://127.0.0.1/: only http:// URLs can be posted to
+:16: services[3].flush: hook cannot work: https:///: names no host
 :19: services[4].notify: hook cannot work: give one of signal, http, exec, api
-:20: services[4].flush: hook cannot work: give one of signal, http, exec, api`},
-	{"what this version does not do", "kubernetes: {enabled: true}\ndefaults: {max_connection_age: 1h, drain_on_version_upgrade: true, retain: 5m}\n" +
-		one("notify: {api: true}", "flush: {api: true}", "max_connection_age: 2h", "drain_on_version_upgrade: true", "retain: 6m"), true, `
+:20: services[4].flush: hook cannot work: give one of signal, http, exec, api
+:23: services[5].notify: hook cannot work: ftp://h/: only http:// and https:// URLs can be posted to`},
+	{"two hooks", one("flush: {api: true, signal: TERM}"), true, `
+:3: services[0].flush: hook cannot work: give only one of signal, api`},
+	{"sessions without a socket", "api: {app_socket: \"\"}\n" + one("notify: {api: true}") + service("b", "flush: {api: true}"), false, `
+:4: services[0].notify.api: applications have their sessions at api.app_socket, and there is none: give it, or another hook
+:7: services[1].flush.api: applications have their sessions at api.app_socket, and there is none: give it, or another hook`},
+	{"versions", one("backends: [{name: a1, version: 0, match: {pid: 1}}, {name: a2, version: \"1\", match: {pid: 2}}]") +
+		service("b", "backends: [{name: b1, version: 1.2, match: {pid: 3}}]"), true, `
+:3: services[0].backends[0].version: want a number from 1 to 9007199254740991, got the number 0
+:3: services[0].backends[1].version: want a number from 1 to 9007199254740991, got "1"
+:5: services[1].backends[0].version: want a number from 1 to 9007199254740991, got the number 1.2`},
+	{"the version of a remote backend", one("backends: [{name: a1, version: 1, address: \"192.0.2.1:80\"}]"), false, `
+:3: services[0].backends[0].version: is of no use: a remote backend is neither drained from here nor known to be ready`},
+	{"what this version does not do", "kubernetes: {enabled: true}\ndefaults: {max_connection_age: 1h, retain: 5m}\n" +
+		one("max_connection_age: 2h", "retain: 6m"), true, `
 :1: kubernetes.enabled: this version does not look for pods: name them as backends, by match
 :2: defaults.max_connection_age: this version does not end connections by their age: leave it out, or 0s
-:2: defaults.drain_on_version_upgrade: this version does not compare versions: drain the old backend with ebb drain
-:5: services[0].notify.api: this version of the agent has no sessions of applications: give signal, http or exec
-:6: services[0].flush.api: this version of the agent has no sessions of applications: give signal, http or exec
-:7: services[0].max_connection_age: this version does not end connections by their age: leave it out, or 0s
-:8: services[0].drain_on_version_upgrade: this version does not compare versions: drain the old backend with ebb drain
-:9: services[0].retain: this version keeps the metrics of all services equally long: set defaults.retain`},
+:5: services[0].max_connection_age: this version does not end connections by their age: leave it out, or 0s
+:6: services[0].retain: this version keeps the metrics of all services equally long: set defaults.retain`},
 	{"probes", one("ready: {}") + service("b", "ready: {tcp: {port: 1}, exec: [a]}") + service("c", "ready: {http: {path: /}}") +
 		service("d", "ready: {http: {port: 1, host: \"a b\"}}"), true, `
 :3: services[0].ready: probe cannot work: give one of http, tcp, grpc, exec
@@ -264,6 +273,11 @@ func TestR20_BudgetsAreRefusedWithTheSums(t *testing.T) {
 			"f:2: services[0]: the policy contradicts itself: grace 10s − flush_timeout 8s − reserve 3s leaves -1s to wait: lengthen grace beyond 11s or shorten the others"},
 		{"of a service by what it inherits", "defaults: {reserve: 20s}\n" + one("flush_timeout: 12s"),
 			"f:3: services[0]: the policy contradicts itself: grace 30s − flush_timeout 12s − reserve 20s leaves -2s to wait: lengthen grace beyond 32s or shorten the others"},
+		{"an extension that is longer than what it extends", "defaults: {extension: 31s}\n" + one(),
+			"f:1: defaults.extension: 31s is longer than grace 30s: a drain could take 1m1s: shorten it to 30s or less"},
+		{"an extension of a service", "defaults: {grace: 20s, extension: 20s}\n" + one("grace: 19s") + service("b", "extension: 21s") + service("c"), strings.Join([]string{
+			"f:3: services[0].extension: 20s is longer than grace 19s: a drain could take 39s: shorten it to 19s or less",
+			"f:7: services[1].extension: 21s is longer than grace 20s: a drain could take 41s: shorten it to 20s or less"}, "\n")},
 		{"several at once", one("quiet_period: 22s", "admit_for: 30s", "close_spread: 4s"), strings.Join([]string{
 			"f:2: services[0]: the policy contradicts itself: quiet_period 22s does not fit into wait 22s = grace 30s − flush_timeout 5s − reserve 3s: zero could never be believed",
 			"f:2: services[0]: the policy contradicts itself: admit_for 30s does not fit into wait 22s = grace 30s − flush_timeout 5s − reserve 3s: nothing would be left to wait after the flip",
@@ -293,6 +307,7 @@ func TestR21_GraceMustBeShorterThanAge(t *testing.T) {
 func TestC31_ContradictionsAreRefused(t *testing.T) {
 	for _, tt := range []struct{ name, bad, good string }{
 		{"budget", one("grace: 8s"), one("grace: 8s", "reserve: 1s")},
+		{"extension", one("extension: 31s"), one("extension: 30s")},
 		{"age", one("max_connection_age: 30s"), one("max_connection_age: 0s")},
 		{"local and remote", one(`backends: [{name: b, match: {pid: 1}, address: "192.0.2.1:80"}]`), one(`backends: [{name: b, address: "192.0.2.1:80"}]`)},
 		{"same match", one("backends: [{name: b, match: {pid: 1}}, {name: c, match: {pid: 1}}]"), one("backends: [{name: b, match: {pid: 1}}, {name: c, match: {pid: 1, port: 2}}]")},
