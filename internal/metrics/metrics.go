@@ -94,6 +94,7 @@ var (
 	cutMethods  = []CutMethod{CutShutdown, CutDestroy}
 	lateActions = []LateAction{LateAdmit, LateRefuse, LateSteer, LateRelay, LateHold, LateHealth}
 	lateResults = []LateResult{LateOK, LateFailed}
+	healths     = []api.Health{api.HealthOK, api.HealthSuspect, api.HealthLost}
 )
 
 // durationBuckets reach from a flip (milliseconds) to the longest grace periods in use (an hour), in
@@ -354,6 +355,8 @@ var (
 		"The deadline of the running drain, in Unix time; NaN while there is none.", "service", "backend")
 	descSurvivors = desc("ebb_drain_survivors",
 		"Connections that were open when the wait of the running or the last drain ran out.", "service", "backend")
+	descSessions = desc("ebb_sessions", "Sessions that are open, by how long they have been silent.", "service", "backend", "health")
+	descHolds    = desc("ebb_holds", "Leases that a flush at zero waits for; those of lost sessions do not count.", "service", "backend")
 )
 
 func desc(name, help string, labels ...string) *prometheus.Desc {
@@ -367,6 +370,7 @@ type snapshot Metrics
 func (s *snapshot) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		descConnections, descInFlight, descKnown, descState, descMode, descDeadline, descSurvivors,
+		descSessions, descHolds,
 	} {
 		ch <- d
 	}
@@ -402,6 +406,19 @@ func (s *snapshot) Collect(ch chan<- prometheus.Metric) {
 		}
 		gauge(descDeadline, deadline, b.Service, b.Name)
 		gauge(descSurvivors, survivors, b.Service, b.Name)
+		sessions, holds := make(map[api.Health]int), 0
+		if e.gone.IsZero() {
+			for _, s := range b.Sessions {
+				sessions[s.Health]++
+				if s.Health != api.HealthLost {
+					holds += len(s.Holds)
+				}
+			}
+		}
+		for _, h := range healths {
+			gauge(descSessions, float64(sessions[h]), b.Service, b.Name, string(h))
+		}
+		gauge(descHolds, float64(holds), b.Service, b.Name)
 		// A service enforces as soon as one of its backends does.
 		if m, ok := modeOf[b.Service]; !ok || slices.Index(modes, b.Mode) > slices.Index(modes, m) {
 			modeOf[b.Service] = b.Mode

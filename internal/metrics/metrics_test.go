@@ -129,6 +129,37 @@ func TestGaugesFollowTheBackend(t *testing.T) {
 	})
 }
 
+// What applications say of themselves is there from registration on, and not after they have gone.
+func TestSessionsAndHolds(t *testing.T) {
+	s := &source{}
+	m := newMetrics(t, s, nil)
+	check := func(when, ok, suspect, lost, holds string) {
+		t.Helper()
+		got := samples(scrape(t, m))
+		for series, want := range map[string]string{
+			`ebb_sessions{backend="web",health="ok",service="shop"}`:      ok,
+			`ebb_sessions{backend="web",health="suspect",service="shop"}`: suspect,
+			`ebb_sessions{backend="web",health="lost",service="shop"}`:    lost,
+			"ebb_holds" + web: holds,
+		} {
+			if got[series] != want {
+				t.Errorf("%s: %s: got %q, want %q", when, series, got[series], want)
+			}
+		}
+	}
+	m.Register("shop", "web")
+	check("registered", "0", "0", "0", "0")
+	b := backend(drain.StateServing, drain.Counts{Known: true})
+	two := make([]api.Lease, 2)
+	b.Sessions = []api.SessionView{
+		{Health: api.HealthOK}, {Health: api.HealthOK, Holds: two}, {Health: api.HealthSuspect, Holds: two[:1]}, {Health: api.HealthLost, Holds: two},
+	}
+	s.set(b)
+	check("open", "2", "1", "1", "3")
+	s.set()
+	check("gone", "0", "0", "0", "0")
+}
+
 // Exactly one state and one mode are 1, whatever the state and the mode are.
 func TestExactlyOneStateAndMode(t *testing.T) {
 	s := &source{}
@@ -327,7 +358,7 @@ func TestNames(t *testing.T) {
 		"ebb_backend_state", "ebb_build_info", "ebb_census_audits_total", "ebb_census_drift_total", "ebb_connections",
 		"ebb_connections_cut_total", "ebb_connections_in_flight", "ebb_counts_known", "ebb_drain_deadline_timestamp_seconds",
 		"ebb_drain_duration_seconds", "ebb_drain_survivors", "ebb_drains_total", "ebb_feature", "ebb_flushes_total",
-		"ebb_held_connections", "ebb_late_connections_total", "ebb_mode", "ebb_stale_signals_total",
+		"ebb_held_connections", "ebb_holds", "ebb_late_connections_total", "ebb_mode", "ebb_sessions", "ebb_stale_signals_total",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %v, want %v", got, want)
