@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/ebbproxy/ebb/internal/api"
+	"golang.org/x/sys/unix"
+)
+
+// tick is how long at most nobody looks at the clock while there are sessions: a third of a heartbeat.
+func (b *Book) tick() time.Duration { return b.o.Heartbeat / 3 }
+
+// advance moves the time in which this process has run. Where nobody looked for longer than two ticks, it was stopped, and
+// so were those who bring it signs of life: silence is not counted.
+func (b *Book) advance() {
+	now := time.Now()
+	b.up += min(now.Sub(b.at), 2*b.tick())
+	b.at = now
+}
+
+// alive is a sign of life of a session.
+func (b *Book) alive(s *session) {
+	s.heard, s.heardAt = b.up, time.Now()
+	b.judge(s, api.HealthOK)
+}
+
+// judge changes what is thought of a session.
+func (b *Book) judge(s *session, h api.Health) {
+	if s.health == h {
+		return
+	}
+	s.health, b.changed = h, true
+	if h == api.HealthOK {
+		b.log.Info("session gives signs of life again", "session", s.ID, "pid", s.PID)
+	} else {
+		b.log.Warn("session is silent", "session", s.ID, "pid", s.PID, "health", h, "since", s.heardAt)
+	}
+	b.say(s, string(h))
+}
+
+// look judges every session by its silence, and returns when to look again; 0: not before something wakes it.
+func (b *Book) look() time.Duration {
+	b.resolve()
+	if b.Unknown && b.up >= b.o.Lost {
+		b.Unknown, b.changed, b.dirty = false, true, true
+	}
+	if b.Over || len(b.Sessions) == 0 && !b.Unknown {
+		return 0
+	}
+	next := b.tick()
+	for _, s := range append([]*session(nil), b.Sessions...) {
+		silent := b.up - s.heard
+		switch {
+		case silent >= b.o.Lost && s.Role == api.RoleHolder:
+			b.drop(s, "silent")
+		case silent >= b.o.Lost:
+			b.judge(s, api.HealthLost)
+		case silent >= b.o.Suspect:
+			b.judge(s, api.HealthSuspect)
+			next = min(next, b.o.Lost-silent)
+		default:
+			next = min(next, b.o.Suspect-silent)
+		}
+	}
+	return next
+}
+
+// rouse makes Run look at once.
+func (b *Book) rouse() {
+	select {
+	case b.wake <- struct{}{}:
+	default:
+	}
+}
+
+// Run watches the silence of sessions and the ends of the processes of those that are bound. It returns the cause of
+// ctx's end, and may be called again then. While it does not run, nobody is thought silent.
+func (b *Book) Run(ctx context.Context) error {
+	var watching sync.WaitGroup
+	defer func() {
+		watching.Wait()
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		for _, s := range b.Sessions {
+			s.unwatch = nil
+		}
+	}()
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-b.wake:
+		case <-timer.C:
+		}
+		_ = b.do(func() error {
+			for _, s := range b.Sessions {
+				if s.Bound && s.unwatch == nil {
+					wctx, cancel := context.WithCancel(ctx)
+					s.unwatch = cancel
+					watching.Go(func() { b.watch(wctx, s) })
+				}
+			}
+			if next := b.look(); next > 0 {
+				timer.Reset(next)
+			}
+			return nil
+		})
+	}
+}
+
+// watch ends a session when its process has ended.
+func (b *Book) watch(ctx context.Context, s *session) {
+	err := b.o.watch(ctx, s.PID, func() bool {
+		start := b.started(s.PID)
+		return start == 0 || s.Start == 0 || start == s.Start
+	})
+	if ctx.Err() != nil {
+		return
+	}
+	_ = b.do(func() error {
+		if err != nil {
+			b.warn(fmt.Sprintf("the end of process %d cannot be watched, its silence is", s.PID), err)
+		} else {
+			b.drop(s, "its process has ended")
+		}
+		return nil
+	})
+}
+
+// awaitEnd blocks until a process has ended, which is so at once if none has this pid or is does not say that it is the
+// one that is meant. When ctx ends first it returns its cause.
+func awaitEnd(ctx context.Context, pid int, is func() bool) error {
+	// Non-blocking, so that the runtime waits for it and not a thread.
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if errors.Is(err, unix.ESRCH) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("open pidfd of process %d: %w", pid, err)
+	}
+	f := os.NewFile(uintptr(fd), "pidfd")
+	defer f.Close()
+	if !is() {
+		return nil
+	}
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("watch process %d: %w", pid, err)
+	}
+	defer context.AfterFunc(ctx, func() { f.Close() })()
+	ended := false
+	err = raw.Read(func(fd uintptr) bool {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+		ended = err == nil && n > 0
+		return ended
+	})
+	switch {
+	case ended:
+		return nil
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	}
+	return fmt.Errorf("watch process %d: %w", pid, err)
+}
