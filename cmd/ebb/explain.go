@@ -139,6 +139,8 @@ func (x explanation) write(w *strings.Builder, colour bool, why string, now time
 		_ = t.write(w, "  ")
 	}
 
+	writeSessions(w, b, colour, now)
+
 	var notes []string
 	for _, n := range b.NotCovered {
 		notes = append(notes, fmt.Sprintf("not covered: %s (%s)", n.What, n.Why))
@@ -182,11 +184,7 @@ func (x explanation) drainItems(item func(string, string, ...any), now time.Time
 			d.Policy.QuietPeriod, clockTime(flush), brief(flush.Sub(now)), brief(time.Duration(d.Slices.Flush)))
 	}
 	item("deadline", "%s (in %s): %s", clockTime(d.Deadline), brief(d.Deadline.Sub(now)), atDeadline(*d, acts))
-	if n := d.Blocking["hold"]; n > 0 {
-		item("leases", "%s of the application", plural(n, "hold"))
-	} else {
-		item("leases", "none held")
-	}
+	item("leases", "%s", leasesText(b))
 	if d.Retired > 0 {
 		item("retired", "%s closed one by one", plural(d.Retired, "idle connection"))
 	}
@@ -285,6 +283,15 @@ func ending(d api.Drain) string {
 	if d.Retired > 0 {
 		s += fmt.Sprintf("; %s retired", plural(d.Retired, "idle connection"))
 	}
+	kept := 0
+	for _, h := range d.Held {
+		if !h.Released {
+			kept++
+		}
+	}
+	if kept > 0 {
+		s += fmt.Sprintf("; %s not released", plural(int64(kept), "lease"))
+	}
 	return s
 }
 
@@ -360,12 +367,17 @@ func nextSteps(b api.Backend) []nextStep {
 			{"ebb drain " + name + " --wait", "wait for its end"},
 		}
 	case d != nil && d.Running():
-		return []nextStep{
+		steps := []nextStep{
 			{"ebb drain " + name + " --wait", "wait for its end"},
 			{"ebb extend " + name + " --by 30s", "give the connections more time"},
 			{"ebb cut " + name, "end them now"},
 			{"ebb undrain " + name, "take the drain back (until the flush)"},
 		}
+		if ls := leases(b); len(ls) > 0 {
+			steps[2].Does = "end them now, and wait for no lease"
+			steps = slices.Insert(steps, 0, nextStep{fmt.Sprintf("ps -f -p %d", ls[0].pid), "see who holds " + line(ls[0].Name) + ": the flush waits for its release, or its end"})
+		}
+		return steps
 	case b.State == drain.StateDone || b.State == drain.StateLost:
 		return []nextStep{
 			{"ebb report " + name, "see what its drains did"},

@@ -149,6 +149,8 @@ func TestScripts(t *testing.T) {
 			"ends":  cmdEnds,
 			"dead":  cmdDead,
 			"set":   cmdSet,
+
+			"sessions": cmdSessions,
 		},
 	})
 }
@@ -251,6 +253,36 @@ func cmdSet(ts *testscript.TestScript, neg bool, args []string) {
 	default:
 		ts.Fatalf("set %s: unknown", args[1])
 	}
+}
+
+// sessions NAME gives the backend sessions: one that serves, a silent one, a lost one and a job; the drain that runs has met a
+// lease of the job, and one that was released.
+func cmdSessions(ts *testscript.TestScript, neg bool, args []string) {
+	if len(args) != 1 {
+		ts.Fatalf("usage: sessions NAME")
+	}
+	now, three := time.Now(), int64(3)
+	lease := func(name string, age time.Duration) []api.Lease {
+		return []api.Lease{{ID: name, Name: name, Since: now.Add(-age)}}
+	}
+	fakesOf(ts)[args[0]].source.Update(args[0], func(b *api.Backend) {
+		b.Sessions = []api.SessionView{
+			{ID: "s1", Role: api.RoleApp, PID: 4242, Version: 7, Health: api.HealthOK, Heard: now, Remaining: &three, Seq: 3, Acked: 1},
+			{ID: "s2", Role: api.RoleApp, PID: 4243, Health: api.HealthSuspect, Heard: now.Add(-12 * time.Second), Holds: lease("upload", time.Minute)},
+			{ID: "s3", Role: api.RoleApp, PID: 4244, Health: api.HealthLost, Heard: now.Add(-time.Hour), Holds: lease("forgotten", time.Hour)},
+			{ID: "s4", Role: api.RoleHolder, PID: 4300, Health: api.HealthOK, Heard: now, Holds: lease("nightly\x1breport", 3*time.Hour)},
+		}
+		if b.Drain == nil {
+			return
+		}
+		d := *b.Drain
+		d.Blocking = map[string]int64{"hold": 2}
+		d.Held = []api.HeldDuring{
+			{Name: "nightly-report", PID: 4300, For: api.Duration(95 * time.Second)},
+			{Name: "cache", PID: 4242, For: api.Duration(2500 * time.Millisecond), Released: true},
+		}
+		b.Drain = &d
+	})
 }
 
 func fakesOf(ts *testscript.TestScript) map[string]*fake {

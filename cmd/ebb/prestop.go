@@ -134,8 +134,11 @@ func (e *environment) ownBackend(ctx context.Context, at where, name string) (lo
 	return all[0], nil
 }
 
-// appSocket is the socket of applications: the first there is.
+// appSocket is the socket of applications: what a supervisor of ours says, else the first there is.
 func (e *environment) appSocket() string {
+	if p := e.getenv("EBB_APP_SOCKET"); p != "" {
+		return p
+	}
 	dirs := api.RunDirs(e.getenv, e.uid)
 	for _, d := range dirs {
 		if p := filepath.Join(d, api.AppSocket); exists(p) {

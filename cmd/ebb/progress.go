@@ -100,6 +100,9 @@ func liveText(b api.Backend, now time.Time) string {
 		}
 	}
 	if b.Drain != nil {
+		if n := b.Drain.Blocking["hold"]; n > 0 {
+			fmt.Fprintf(&s, " · %d held", n)
+		}
 		fmt.Fprintf(&s, " · %s left", brief(b.Drain.Deadline.Sub(now).Truncate(100*time.Millisecond)))
 	}
 	return s.String()

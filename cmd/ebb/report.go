@@ -147,6 +147,9 @@ func reportDetails(w *strings.Builder, d api.Drain, colour bool) {
 	if d.Late != nil {
 		item("late", lateWords(*d.Late))
 	}
+	for _, h := range d.Held {
+		item("held", heldText(h))
+	}
 	for _, s := range d.Survivors {
 		item("was open", fmt.Sprintf("%s %s, age %s, idle %s, %d B unacknowledged", s.Peer, s.Class, briefOr(s.Age, "?"), briefOr(s.Idle, "?"), s.Unacked))
 	}

@@ -145,8 +145,8 @@ func (e *environment) statusTable(list []located, wide bool) error {
 	t := table{colour: e.colour(e.stdout)}
 	head := []string{"BACKEND", "SERVICE", "STATE", "IN FLIGHT", "ACTIVE", "IDLE", "STALLED", "QUEUED", "DRAIN"}
 	if wide {
-		head = append(head, "GEN", "MODE", "SINCE", "PROTOCOL", "NEW", "DATAPATH", "HANDSHAKE", "UNUSED", "CLOSING", "LATE", "WARNINGS", "UNIT",
-			"PID", "OWNER", "LISTENERS")
+		head = append(head, "GEN", "MODE", "SINCE", "PROTOCOL", "NEW", "DATAPATH", "HANDSHAKE", "UNUSED", "CLOSING", "LATE", "SESSIONS", "HOLDS", "WARNINGS",
+			"UNIT", "PID", "OWNER", "LISTENERS")
 	}
 	t.head(head...)
 	for _, b := range list {
@@ -157,7 +157,7 @@ func (e *environment) statusTable(list []located, wide bool) error {
 		}
 		if wide {
 			row = append(row, b.Gen, b.Mode, sinceText(b.Backend, time.Now()), b.Protocol, b.OnNew.Chosen, guardedCell(b.Backend), number(c.Handshake),
-				number(c.Unused), number(c.Closing), lateText(b.Drain), warnings(b.Backend), line(cmp.Or(b.Unit, "–")), b.PID, b.Owner.PID,
+				number(c.Unused), number(c.Closing), lateText(b.Drain), sessionsCell(b.Backend), len(leases(b.Backend)), warnings(b.Backend), line(cmp.Or(b.Unit, "–")), b.PID, b.Owner.PID,
 				listeners(b.Listeners))
 		}
 		t.row(row...)
