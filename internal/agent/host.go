@@ -81,10 +81,13 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 			}
 			removed = append(removed, filepath.Join(dir, name))
 		}
-		for _, ext := range []string{".lock", ".journal", ".sock"} {
+		for _, ext := range []string{".lock", ".journal", sessionsExt, appsExt, ".sock"} {
 			base, ok := strings.CutSuffix(name, ext)
-			if !ok || live[base] {
+			if !ok {
 				continue
+			}
+			if live[base] {
+				break // the longest one says whose it is
 			}
 			path := filepath.Join(dir, name)
 			if rerr := os.Remove(path); rerr != nil {
@@ -92,6 +95,7 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 				continue
 			}
 			removed = append(removed, path)
+			break
 		}
 	}
 	swept, serr := relay.Sweep()
@@ -115,7 +119,7 @@ func cleanupAgent(o HostOptions) (removed []string, owner string, err error) {
 			err = errors.Join(err, rerr)
 		}
 	}
-	dirs := []string{"backends", "services", "reports", "lease"}
+	dirs := []string{"backends", "services", "reports", "sessions", "lease"}
 	if at := filepath.Join(o.StateDir, "lease"); o.StateDir != "" {
 		held, lerr := lease.Acquire(context.Background(), filepath.Join(at, "owner"), lease.Options{})
 		switch {

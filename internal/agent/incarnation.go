@@ -12,6 +12,7 @@ import (
 
 	"github.com/ebbproxy/ebb/bpf"
 	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/api"
 	"github.com/ebbproxy/ebb/probes"
 )
 
@@ -58,7 +59,12 @@ func (m *member) incarnate(ctx context.Context, a arrival) (*incarnation, error)
 			m.log.Warn("journal run: a restart could not adopt the process", "err", err)
 		}
 	}
-	inc.b = m.backend(a)
+	bk, err := m.openBook(a, before)
+	if err != nil {
+		inc.end("")
+		return nil, err
+	}
+	inc.b = m.backend(a, bk)
 	switch {
 	case before != nil:
 		inc.b.succeed(before)
@@ -80,16 +86,23 @@ func (m *member) incarnate(ctx context.Context, a arrival) (*incarnation, error)
 	}
 	o := drain.Options{
 		Backend: m.name, Service: m.service, Gen: a.gen, Mode: a.set.mode, Unguarded: !a.dp.guarded(),
-		World: inc.b, Log: m.log, Boot: bpf.BootNow, Notify: !a.set.notify.IsZero(),
+		World: inc.b, Log: m.log, Boot: bpf.BootNow, Notify: !a.set.notify.IsZero() && !a.set.notify.API,
 	}
 	if a.adopted {
 		o.Resume = a.past.openDrain
 	}
-	var err error
 	if inc.machine, err = drain.New(o); err != nil {
-		inc.end()
+		inc.end(api.EndTransient)
 		return nil, err
 	}
+	bk.machine.Store(inc.machine)
+	inc.machine.SetHolds(bk.Holds()) // before the machine can find that there is nothing to wait for
+	inc.wg.Go(func() { m.attend(ctx, inc) })
+	inc.wg.Go(func() {
+		if err := bk.Run(ctx); err != nil && ctx.Err() == nil {
+			m.log.Error("look after the sessions", "err", err)
+		}
+	})
 	inc.wg.Go(func() {
 		if err := inc.machine.Run(ctx); err != nil && ctx.Err() == nil {
 			m.log.Error("drain machine", "err", err)
@@ -109,11 +122,11 @@ func (m *member) incarnate(ctx context.Context, a arrival) (*incarnation, error)
 	return inc, nil
 }
 
-func (m *member) backend(a arrival) *backend {
+func (m *member) backend(a arrival, bk *book) *backend {
 	policy := a.set.eff.Policy
 	b := &backend{
 		name: m.name, service: m.service, cov: a.set.cov,
-		notify: a.set.notify, flush: a.set.flush, proc: a.proc, dp: a.dp, journal: a.journal, cookies: &cookieWatch{pid: a.proc.pid},
+		notify: a.set.notify, flush: a.set.flush, enforce: a.set.mode == drain.ModeEnforce, book: bk, proc: a.proc, dp: a.dp, journal: a.journal, cookies: &cookieWatch{pid: a.proc.pid},
 		log: m.log.With("backend", m.name, "gen", a.gen), emit: m.emit, boot: bpf.BootNow, metrics: m.metrics, flipped: m.flipped,
 		covered: map[uint64]listener{}, why: map[uint64]string{}, mustSee: a.adopted,
 		cls:  probes.NewClassifier(probes.ClassifierOptions{Protocol: string(policy.Protocol), IdleAfter: policy.IdleAfter}),
@@ -132,11 +145,19 @@ func (i *incarnation) draining() bool {
 	return s.State == drain.StateDraining || s.State == drain.StateFlushing
 }
 
-// end ends what belongs to this incarnation alone. The process is left as it is.
-func (i *incarnation) end() {
+// end ends what belongs to this incarnation alone. The process is left as it is. why is what its sessions are told; empty: they
+// go on, for the next incarnation of the same process.
+func (i *incarnation) end(why string) {
 	if i.cancel == nil {
 		return
 	}
 	i.cancel()
 	i.wg.Wait()
+	if why == "" || i.b == nil {
+		return
+	}
+	if i.machine != nil {
+		i.b.book.Follow(i.machine.Status()) // the last that there is to say of its drain
+	}
+	i.b.book.Close(why)
 }

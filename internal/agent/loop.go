@@ -122,6 +122,16 @@ func (r *runner) ended(proc *process) error {
 
 // end waits for a CMD that its drain has left alive, as after a SIGKILL that needs a moment, and ends what it left behind.
 func (r *runner) end(ctx context.Context, proc *process) {
+	if r.o.Mode == drain.ModeEnforce && r.o.Flush.Signal == 0 {
+		// It has flushed, and may not know that it is to end.
+		select {
+		case <-proc.exited():
+		case <-time.After(endWait):
+			if err := proc.signal(unix.SIGTERM); err != nil {
+				r.log.Error("end CMD after its flush", "err", err)
+			}
+		}
+	}
 	select {
 	case <-proc.exited():
 	case <-time.After(killWait):
@@ -133,6 +143,9 @@ func (r *runner) end(ctx context.Context, proc *process) {
 	}
 	r.reapRest(ctx, proc)
 }
+
+// endWait is how long a CMD that was told to flush by another way than a signal may take to end by itself afterwards.
+const endWait = time.Second
 
 // killWait bounds the wait for a killed process to be reaped. Exit of a large process takes the time that its memory
 // takes to be freed.

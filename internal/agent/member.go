@@ -35,6 +35,7 @@ type settings struct {
 	cov           coverage
 	notify, flush hook.Hook
 	ready         func(context.Context) error // of the application, beside that it listens; nil: none
+	extension     time.Duration               // by so much its sessions may extend a drain, once
 
 	// What follows is of the agent's alone.
 	probe   *health.Probe
@@ -43,6 +44,8 @@ type settings struct {
 	holdMax int
 	holdFor time.Duration
 	weight  int
+	version int64 // of the application, where no session says another; 0: none
+	upgrade bool  // it drains when a higher version of the service is ready
 }
 
 // member is one backend of this process: its present incarnation, and what became of those before. Its methods may be
@@ -59,6 +62,8 @@ type member struct {
 	late          func(*settings, datapath) lateOptions
 	flipped       func(context.Context) error // is backend.flipped
 	remember      func([]api.Drain)           // keeps the ended drains for the next owner; nil: they go with us
+	sessions      string                      // file that keeps the sessions of the present process for the next owner
+	turned        func()                      // its health or version may have changed; nil: nobody cares
 	// addresses are those of the service in a network namespace; nil: nobody steers it.
 	addresses func(netns uint64) []api.ServiceAddress
 	current   atomic.Pointer[incarnation]
@@ -130,9 +135,13 @@ func (m *member) view(ctx context.Context, closer bool, g *glance) api.Backend {
 	}
 	v.Counts, v.CountsKnown, v.CountsAt = api.CountsOf(counts), counts.Known, &at
 	v.InFlight = api.InFlightOf(counts, set.eff.Policy.Idle)
+	if v.State == drain.StateServing && !inc.b.heard() {
+		v.State = drain.StateSuspect
+	}
+	v.Sessions = inc.b.book.Views()
 	inc.sockets(&v, closer)
 	v.Warnings = append(append(v.Warnings, inc.b.dp.warnings(g)...), inc.b.late.warnings()...)
-	v.Warnings = append(v.Warnings, inc.b.late.keep.warnings()...)
+	v.Warnings = append(append(v.Warnings, inc.b.late.keep.warnings()...), inc.b.sessionWarnings()...)
 	if s.ID != "" {
 		d := m.drainView(inc, s)
 		v.Drain = &d
@@ -420,6 +429,9 @@ func (i *incarnation) serves(ctx context.Context, name string) error {
 	if !i.b.ready.Load() {
 		return fmt.Errorf("%w: %s is draining", api.ErrNotReady, name)
 	}
+	if h, why := i.b.book.Health(); h != api.HealthOK && i.b.enforce {
+		return fmt.Errorf("%w: %s is %s: %s", api.ErrNotReady, name, h, why)
+	}
 	if len(i.b.listening()) == 0 {
 		if err := i.b.refresh(ctx); err != nil {
 			return fmt.Errorf("%w: %w", api.ErrNotReady, err)
@@ -483,6 +495,6 @@ func (m *member) drainView(inc *incarnation, s drain.Status) api.Drain {
 	if s.Cut != nil {
 		d.Cut = &api.Cut{Method: p.OnDeadline, Graceful: int64(s.Cut.Graceful), Destroyed: int64(s.Cut.Destroyed), Left: int64(s.Cut.Left), InFlight: int64(s.Cut.InFlight), Note: s.Cut.Note}
 	}
-	d.Late = inc.b.lateView(s)
+	d.Late, d.Held = inc.b.lateView(s), inc.b.book.HeldDuring(s.ID)
 	return d
 }

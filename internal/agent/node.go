@@ -70,6 +70,7 @@ type node struct {
 	pokes   chan struct{}      // a look at the host is due
 	room    chan struct{}      // the configuration is to be applied again: one that left has gone, or something was in the way
 	audits  chan struct{}      // those of routine that run
+	turns   chan struct{}      // of capacity 1: a backend may have become ready, or shown its version
 	ctx     context.Context
 	wg      sync.WaitGroup
 
@@ -99,12 +100,12 @@ func RunAgent(ctx context.Context, o AgentOptions) error {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	n := &node{
-		o: o, log: o.Log, cfg: o.Config, pokes: make(chan struct{}, 1), room: make(chan struct{}, 1), audits: make(chan struct{}, 2), leaving: map[string]bool{}, broken: map[string]*member{},
+		o: o, log: o.Log, cfg: o.Config, pokes: make(chan struct{}, 1), room: make(chan struct{}, 1), audits: make(chan struct{}, 2), turns: make(chan struct{}, 1), leaving: map[string]bool{}, broken: map[string]*member{},
 		ends: map[*seat]context.CancelFunc{}, services: map[string]*serviceSeat{},
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	for _, d := range []string{"backends", "lease", "services", "reports"} {
+	for _, d := range []string{"backends", "lease", "services", "reports", "sessions"} {
 		if err := os.MkdirAll(filepath.Join(o.Config.State.Dir, d), 0o700); err != nil {
 			return fmt.Errorf("make the state directory: %w", err)
 		}
@@ -279,6 +280,7 @@ func (n *node) run(ctx context.Context, sigs <-chan os.Signal) (err error) {
 		return err
 	}
 	n.wg.Go(func() { n.follow() })
+	n.wg.Go(func() { n.upgrade(n.ctx) })
 	n.emit(drain.Event{Type: EventAgent, Message: fmt.Sprintf("owns the %d backends of this host", len(n.roster()()))})
 	for _, why := range n.watcher.Degraded() {
 		n.emit(drain.Event{Type: EventDegraded, Message: why})

@@ -54,12 +54,22 @@ func (n *node) orphans(cfg *config.Config) error {
 				n.log.Warn("end a relay", "backend", name, "err", err)
 			}
 		})
-		if err := os.Remove(filepath.Join(cfg.State.Dir, "reports", name+".json")); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			errs = append(errs, err)
-		}
+		errs = append(errs, removeIfThere(filepath.Join(cfg.State.Dir, "reports", name+".json")), removeIfThere(n.sessionsOf(name)))
 		n.log.Info("removed what was left of a backend that is configured no more", "backend", name)
 	}
 	return errors.Join(errs...)
+}
+
+// sessionsOf is the file that keeps the sessions of a backend.
+func (n *node) sessionsOf(backend string) string {
+	return filepath.Join(n.o.Config.State.Dir, "sessions", backend)
+}
+
+func removeIfThere(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
 }
 
 // remember keeps the ended drains of a backend in a file, whole or not at all. Losing it costs a report, and no drain.

@@ -164,6 +164,29 @@ func (p *process) descendants() []int {
 	return pids
 }
 
+// has tells whether a process is one of descendants, by its ancestors alone. It is not for processes that members lists.
+func (p *process) has(pid int) bool {
+	if pid == os.Getpid() {
+		return false
+	}
+	for pid > 1 && pid != os.Getpid() {
+		p.mu.Lock()
+		apart := p.apart[pid]
+		p.mu.Unlock()
+		if apart {
+			return false
+		}
+		if pid == p.pid && p.lives() {
+			return true
+		}
+		var err error
+		if pid, err = probes.Parent(pid); err != nil {
+			return false
+		}
+	}
+	return p.child && pid == os.Getpid() // orphans of CMD hang below us, and nothing else does
+}
+
 // rest lists what CMD's main process has left behind.
 func (p *process) rest() []int {
 	return slices.DeleteFunc(p.descendants(), func(pid int) bool { return pid == p.pid })

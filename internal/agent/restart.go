@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/api"
 )
 
 const (
@@ -50,7 +51,7 @@ func (r *runner) restart(ctx context.Context, sigs <-chan os.Signal) bool {
 	if k != nil {
 		k.empty()
 	}
-	old.end()
+	old.end(api.EndEvicted)
 	for {
 		pause := r.backOff()
 		if pause > 0 {

@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -126,13 +125,19 @@ type Report struct {
 
 var nameOK = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$`)
 
+// What a run keeps in the run directory beside NAME.sock, NAME.lock and NAME.journal.
+const (
+	appsExt     = ".app.sock" // socket of applications
+	sessionsExt = ".sessions" // what survives of them
+)
+
 // runner is one `ebb run`: its backend, and CMD, which it starts and ends.
 type runner struct {
 	*member
 	o     RunOptions
 	set   *settings
 	lock  *os.File
-	bound []net.Listener // the API, and the address of probes and metrics
+	bound bound
 	paths paths
 	ports [2]uint16 // source ports from which our relay reaches CMD past the rule; zero: it never does
 
@@ -146,7 +151,7 @@ type runner struct {
 	forced    bool      // the third one came
 }
 
-type paths struct{ dir, sock, journal string }
+type paths struct{ dir, sock, apps, journal string }
 
 // Run supervises a command until it has ended and returns the exit code of the contract. The error, if any, is Ebb's
 // own; the code already says so.
@@ -192,7 +197,7 @@ func newRunner(o RunOptions) (*runner, error) {
 	}
 	r := &runner{member: &member{log: o.Log, started: time.Now(), wg: new(sync.WaitGroup)}, o: o, lastStart: time.Now()}
 	r.set = &settings{
-		mode: o.Mode, policy: o.Policy, eff: eff, cov: r.coverage(), notify: o.Notify, flush: o.Flush,
+		mode: o.Mode, policy: o.Policy, eff: eff, cov: r.coverage(), notify: o.Notify, flush: o.Flush, extension: o.Extension,
 	}
 	if o.Ready != "" {
 		r.set.ready = func(ctx context.Context) error { return probes.Ready(ctx, o.Ready, readyTimeout) }
@@ -231,6 +236,9 @@ func (r *runner) claim() error {
 	if !nameOK.MatchString(r.o.Name) {
 		return fmt.Errorf("name %q: want 1 to 63 letters, digits, dots, dashes or underscores, the first a letter or digit", r.o.Name)
 	}
+	if strings.HasSuffix(r.o.Name+".sock", appsExt) {
+		return fmt.Errorf("name %q: it must not end in .app, since its socket would be that of another run's applications", r.o.Name)
+	}
 	if err := api.MakeRunDir(r.o.RunDir, os.Getuid()); err != nil {
 		return err
 	}
@@ -268,10 +276,8 @@ func (r *runner) claim() error {
 		r.o.Service = r.o.Name
 	}
 	base := filepath.Join(dir, r.o.Name)
-	r.paths = paths{dir: dir, sock: base + ".sock", journal: base + ".journal"}
-	if r.o.API != "" {
-		r.paths.sock = r.o.API
-	}
+	r.paths = paths{dir: dir, sock: cmp.Or(r.o.API, base+".sock"), apps: cmp.Or(r.o.AppSocket, base+appsExt), journal: base + ".journal"}
+	r.sessions = base + sessionsExt
 	return nil
 }
 
@@ -390,7 +396,7 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	defer func() { err = errors.Join(err, r.life().proc.close()) }()
 	defer func() {
 		cancel()
-		r.life().end()
+		r.life().end(api.EndRestarting)
 		r.wg.Wait()
 	}()
 	closeAPI, err := r.serve(ctx)
@@ -432,8 +438,11 @@ func (r *runner) run(ctx context.Context, sigs <-chan os.Signal) (code int, err 
 	code = r.finish(ctx, r.life().proc)
 	closeAPI()
 	cancel()
-	r.life().end()
+	r.life().end(api.EndEvicted)
 	r.wg.Wait()
+	if rerr := removeIfThere(r.sessions); rerr != nil {
+		r.log.Warn("remove the sessions", "err", rerr)
+	}
 	removed = true
 	if cerr := dp.close(true); cerr != nil {
 		r.log.Warn("remove backend from kernel", "err", cerr)
@@ -577,7 +586,12 @@ func (r *runner) stdin() *os.File {
 	return r.o.Stdin
 }
 
-func (r *runner) environ() []string { return r.o.Env }
+// environ is CMD's environment: ours, and where CMD finds us.
+func (r *runner) environ() []string {
+	const key = "EBB_APP_SOCKET="
+	env := slices.DeleteFunc(slices.Clone(r.o.Env), func(kv string) bool { return strings.HasPrefix(kv, key) })
+	return append(env, key+r.paths.apps)
+}
 
 // stopBefore tells whether a stop signal came while the run was starting.
 func (r *runner) stopBefore(sigs <-chan os.Signal) bool {

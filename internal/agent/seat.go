@@ -40,6 +40,8 @@ type seat struct {
 	confs chan *settings // the last configuration; of capacity 1
 	gone  chan struct{}  // closed when tend has returned
 
+	spared uint64 // generation whose drain for a higher version was taken back under the owner before us; 0: none
+
 	once   sync.Once
 	looked chan struct{} // closed when the first look was taken in
 
@@ -88,6 +90,8 @@ func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 	s.drains, s.remember = n.recall(b.Name), func(ds []api.Drain) { n.remember(b.Name, ds) }
 	s.late = s.lateOptions
 	s.flipped = func(ctx context.Context) error { return n.flipped(ctx, sv.Name) }
+	s.sessions = n.sessionsOf(b.Name)
+	s.turned = func() { n.changed(sv.Name) }
 	s.addresses = func(netns uint64) []api.ServiceAddress { return n.addresses(sv.Name, netns) }
 	s.set = settingsOf(sv, b)
 	s.configured = s.set
@@ -109,6 +113,9 @@ func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 	if r := s.past.ended; r != nil && r.Type == "end" && !slices.ContainsFunc(s.drains, func(d api.Drain) bool { return d.ID == r.Drain }) {
 		s.drains = append(s.drains, s.recorded(*r, "the agent that ran it was killed before it could tell more"))
 	}
+	if r := s.past.ended; r != nil && r.Type == "undrain" && r.Cause == drain.CauseVersionUpgrade {
+		s.spared = r.Gen
+	}
 	if s.past.torn {
 		s.log.Warn("journal ended in a torn record, which was cut off")
 	}
@@ -124,7 +131,7 @@ func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 func settingsOf(sv config.Service, b config.Backend) *settings {
 	set := &settings{
 		mode: b.Mode, policy: sv.Policy, notify: sv.Notify, flush: sv.Flush, weight: b.Weight,
-		holdMax: sv.HoldMax, holdFor: sv.HoldFor,
+		holdMax: sv.HoldMax, holdFor: sv.HoldFor, extension: sv.Extension, version: b.Version, upgrade: sv.DrainOnVersionUpgrade,
 	}
 	// The policy of a configuration has been validated, so that its sums fit.
 	set.eff, _ = drain.Validate(sv.Policy)
@@ -330,7 +337,7 @@ func (s *seat) rest(ctx context.Context, inc *incarnation) {
 		return
 	}
 	inc.b.late.leave()
-	inc.end()
+	inc.end(api.EndEvicted)
 	if err := s.dp.close(false); err != nil {
 		s.log.Warn("let go of a network namespace", "err", err)
 	}
@@ -555,7 +562,7 @@ func (s *seat) conclude(ctx context.Context, old *incarnation) {
 		case <-ctx.Done():
 		}
 	}
-	old.end()
+	old.end(api.EndEvicted)
 	// Whoever reads the events may come to its end only when there is a successor.
 	if st := old.machine.Status(); st.ID != "" && st.Over() {
 		s.keepDrain(s.drainView(old, st), st.OnNew)
@@ -776,7 +783,7 @@ func (s *seat) adjust(ctx context.Context) {
 
 // anew makes the process that is there the present incarnation once more, under the present configuration.
 func (s *seat) anew(ctx context.Context, inc *incarnation) {
-	inc.end()
+	inc.end("")
 	if err := s.enter(ctx, inc.proc.workload, arrival{gen: inc.gen, set: s.set, proc: inc.proc}); err != nil && ctx.Err() == nil {
 		s.vacate(inc, "", true)
 		s.fail("the configuration cannot be put in force: " + err.Error())
@@ -832,10 +839,11 @@ func (s *seat) stop(remove bool) error {
 				}
 			}
 			inc.b.late.close()
+			inc.end(api.EndTransient)
 		} else {
 			inc.b.late.leave()
+			inc.end(api.EndRestarting)
 		}
-		inc.end()
 		errs = append(errs, inc.proc.close())
 	}
 	s.unprobe()
@@ -848,7 +856,7 @@ func (s *seat) stop(remove bool) error {
 	}
 	errs = append(errs, s.j.close())
 	if remove {
-		errs = append(errs, os.Remove(s.j.path))
+		errs = append(errs, os.Remove(s.j.path), removeIfThere(s.sessions))
 	}
 	return errors.Join(errs...)
 }

@@ -111,6 +111,10 @@ func (n *node) changed(service string) {
 	if v != nil {
 		v.poke()
 	}
+	select {
+	case n.turns <- struct{}{}:
+	default:
+	}
 }
 
 // addresses are those of a service that is steered, in a network namespace.

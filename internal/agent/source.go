@@ -16,7 +16,13 @@ import (
 // readyTimeout bounds one probe of --ready.
 const readyTimeout = 2 * time.Second
 
-// serve opens the API socket and, if asked for, the TCP address of probes and metrics.
+// bound is where a run answers.
+type bound struct {
+	api, apps net.Listener
+	probes    net.Listener // nil: nowhere
+}
+
+// serve answers where bind has listened.
 func (r *runner) serve(ctx context.Context) (closeAPI func(), err error) {
 	srv, err := api.NewServer(api.Options{Source: only(r.member), Log: r.events, Metrics: r.metrics.Handler(), Logger: r.log, Audit: r.audited})
 	if err != nil {
@@ -31,9 +37,10 @@ func (r *runner) serve(ctx context.Context) (closeAPI func(), err error) {
 			}
 		})
 	}
-	start(srv.Serve, r.bound[0])
-	for _, ln := range r.bound[1:] {
-		start(srv.ServeProbes, ln)
+	start(srv.Serve, r.bound.api)
+	start(func(ctx context.Context, ln net.Listener) error { return srv.ServeAs(ctx, ln, api.Apps(r.owns)) }, r.bound.apps)
+	if r.bound.probes != nil {
+		start(srv.ServeProbes, r.bound.probes)
 	}
 	return func() {
 		// The log is closed first, so that followers read the last events and leave.
@@ -45,36 +52,45 @@ func (r *runner) serve(ctx context.Context) (closeAPI func(), err error) {
 	}, nil
 }
 
-// bind opens the API socket and, if asked for, the TCP address of probes and metrics.
+// bind opens the sockets of operators and applications and, if asked for, the TCP address of probes and metrics.
 func (r *runner) bind(ctx context.Context) error {
-	ln, err := api.Listen(r.paths.sock)
-	if err != nil {
+	var err error
+	if r.bound.api, err = api.Listen(r.paths.sock); err != nil {
 		return err
 	}
-	r.bound = []net.Listener{ln}
+	if r.bound.apps, err = api.ListenAs(r.paths.apps, 0o666, -1); err != nil {
+		return errors.Join(fmt.Errorf("serve applications: %w", err), r.unbind())
+	}
 	if r.o.Metrics == "" {
 		return nil
 	}
 	// Plain TCP: an MPTCP socket would fit no socket map, and nobody asks for one here.
 	var lc net.ListenConfig
 	lc.SetMultipathTCP(false)
-	if ln, err = lc.Listen(ctx, "tcp", r.o.Metrics); err != nil {
+	if r.bound.probes, err = lc.Listen(ctx, "tcp", r.o.Metrics); err != nil {
 		return errors.Join(fmt.Errorf("listen for metrics: %w", err), r.unbind())
 	}
-	r.bound = append(r.bound, ln)
 	return nil
 }
 
 // unbind closes what bind has opened, unless it was served and is closed already.
 func (r *runner) unbind() error {
 	var errs []error
-	for _, ln := range r.bound {
+	for _, ln := range []net.Listener{r.bound.api, r.bound.apps, r.bound.probes} {
+		if ln == nil {
+			continue
+		}
 		if err := ln.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
 			errs = append(errs, err)
 		}
 	}
-	r.bound = nil
+	r.bound = bound{}
 	return errors.Join(errs...)
+}
+
+// owns tells whether a process is CMD's.
+func (r *runner) owns(_ context.Context, pid int) (backend string, ok bool) {
+	return r.name, r.life().proc.has(pid)
 }
 
 // audited publishes one event for each action that somebody asked for, refused ones too.

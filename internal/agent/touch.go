@@ -99,8 +99,8 @@ func (b *backend) Survivors(ctx context.Context) ([]drain.Survivor, error) {
 }
 
 // Flush implements drain.World: the application is told once. By a signal it has flushed when it has exited, by another hook
-// when that says so. What is still open then is held by a descriptor of ours, so that an exit with unread data does not turn
-// into a reset that destroys a response on its way (RFC 9112, section 9.6).
+// when that says so, or when it has exited. What is still open then is held by a descriptor of ours, so that an exit with unread
+// data does not turn into a reset that destroys a response on its way (RFC 9112, section 9.6).
 func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 	if q.Reason == drain.FlushDeadline {
 		b.hold(ctx)
@@ -108,17 +108,23 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 	b.flushed.Store(true)
 	b.flushing.Store(true)
 	defer b.flushing.Store(false)
-	if !b.told.Load() {
-		err := b.tell(ctx, b.flush, hook.Message{Kind: hook.Flush, Drain: q.Drain, Gen: q.Gen, Reason: q.Reason, TimeLeft: q.TimeLeft})
-		if err != nil {
-			return err
+	exits, failed := b.tellFlush(ctx, q)
+	if failed != nil {
+		if b.proc.foreign || ctx.Err() != nil {
+			return failed
 		}
+		// CMD is to end all the same.
+		b.emit(drain.Event{Type: drain.EventWarning, Drain: q.Drain, Message: "CMD has not flushed and is sent SIGTERM: " + failed.Error()})
+		if err := b.proc.signal(unix.SIGTERM); err != nil {
+			return errors.Join(failed, err)
+		}
+		exits = true
 	}
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
 	var finishing sync.WaitGroup
 	defer finishing.Wait()
-	if b.flush.Signal == 0 {
+	if !exits && b.proc.lives() {
 		b.release(ctx, b.stillOwned(ctx), &finishing)
 		return nil
 	}
@@ -126,7 +132,7 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 		select {
 		case <-b.proc.exited():
 			b.release(ctx, nil, &finishing)
-			return b.endRest(ctx)
+			return errors.Join(failed, b.endRest(ctx))
 		case <-tick.C:
 			// What the application has closed by itself is finished at once: its client waits for the FIN that our
 			// descriptor holds back.
@@ -135,6 +141,44 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 			return context.Cause(ctx)
 		}
 	}
+}
+
+// tellFlush tells the application to flush, and waits until it has where its hook says so. exits tells that it is to end.
+func (b *backend) tellFlush(ctx context.Context, q drain.FlushRequest) (exits bool, err error) {
+	h := b.flush
+	switch {
+	case b.told.Load():
+		return true, nil
+	case h.API && b.book.Apps() == 0:
+		b.emit(drain.Event{Type: drain.EventWarning, Drain: q.Drain, Message: "no application has registered that could be told to flush: it is sent SIGTERM"})
+		h = hook.Hook{Signal: unix.SIGTERM}
+	}
+	if h.Signal != 0 {
+		return true, b.tellHook(ctx, h, q)
+	}
+	// An application that ends has flushed, whoever was to say so.
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	go func() {
+		select {
+		case <-b.proc.exited():
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	if h.API {
+		err = b.book.Answered(ctx, q.Drain)
+	} else {
+		err = b.tellHook(ctx, h, q)
+	}
+	if !b.proc.lives() {
+		err = nil
+	}
+	return false, err
+}
+
+func (b *backend) tellHook(ctx context.Context, h hook.Hook, q drain.FlushRequest) error {
+	return b.tell(ctx, h, hook.Message{Kind: hook.Flush, Drain: q.Drain, Gen: q.Gen, Reason: q.Reason, TimeLeft: q.TimeLeft})
 }
 
 // tell delivers a hook, inside the network namespace of the application.

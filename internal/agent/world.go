@@ -25,6 +25,8 @@ type backend struct {
 	name, service string
 	cov           coverage
 	notify, flush hook.Hook
+	enforce       bool // else the sessions are told nothing
+	book          *book
 	proc          *process
 	dp            datapath
 	journal       *journal
@@ -207,6 +209,13 @@ func (b *backend) census(ctx context.Context) (census, error) {
 
 // Journal implements drain.World.
 func (b *backend) Journal(r drain.Record) error {
+	if r.Type == "flush" {
+		// First, so that no work begins any more while the record is written. Each session is told once, over restarts too.
+		left := min(r.Policy.FlushTimeout, time.Duration(r.CutBoot)-b.boot())
+		if err := b.book.Flush(drain.FlushRequest{Drain: r.Drain, Gen: r.Gen, Reason: r.FlushReason, TimeLeft: max(0, left)}); err != nil {
+			b.log.Error("tell the sessions to flush", "drain", r.Drain, "err", err)
+		}
+	}
 	if err := b.journal.append(r); err != nil {
 		return err
 	}
@@ -224,11 +233,8 @@ func (b *backend) Journal(r drain.Record) error {
 // SetReady implements drain.World.
 func (b *backend) SetReady(ready bool) { b.ready.Store(ready) }
 
-// Notify implements drain.World.
+// Notify implements drain.World: it is the hook's. Sessions hear by attend.
 func (b *backend) Notify(ctx context.Context, n drain.Notice) error {
-	if b.notify.IsZero() {
-		return nil
-	}
 	return b.tell(ctx, b.notify, hook.Message{Kind: hook.Notify, Drain: n.Drain, Gen: n.Gen, Cause: n.Cause, TimeLeft: time.Until(n.Deadline)})
 }
 
