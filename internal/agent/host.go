@@ -81,7 +81,7 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 			}
 			removed = append(removed, filepath.Join(dir, name))
 		}
-		for _, ext := range []string{".lock", ".journal", sessionsExt, appsExt, ".sock"} {
+		for _, ext := range []string{".lock", ".journal", sessionsExt, api.AppExt, ".sock"} {
 			base, ok := strings.CutSuffix(name, ext)
 			if !ok {
 				continue

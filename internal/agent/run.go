@@ -125,11 +125,8 @@ type Report struct {
 
 var nameOK = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$`)
 
-// What a run keeps in the run directory beside NAME.sock, NAME.lock and NAME.journal.
-const (
-	appsExt     = ".app.sock" // socket of applications
-	sessionsExt = ".sessions" // what survives of them
-)
+// sessionsExt is how the file of a run's sessions ends, beside its journal.
+const sessionsExt = ".sessions"
 
 // runner is one `ebb run`: its backend, and CMD, which it starts and ends.
 type runner struct {
@@ -236,7 +233,7 @@ func (r *runner) claim() error {
 	if !nameOK.MatchString(r.o.Name) {
 		return fmt.Errorf("name %q: want 1 to 63 letters, digits, dots, dashes or underscores, the first a letter or digit", r.o.Name)
 	}
-	if strings.HasSuffix(r.o.Name+".sock", appsExt) {
+	if strings.HasSuffix(r.o.Name+".sock", api.AppExt) {
 		return fmt.Errorf("name %q: it must not end in .app, since its socket would be that of another run's applications", r.o.Name)
 	}
 	if err := api.MakeRunDir(r.o.RunDir, os.Getuid()); err != nil {
@@ -276,7 +273,7 @@ func (r *runner) claim() error {
 		r.o.Service = r.o.Name
 	}
 	base := filepath.Join(dir, r.o.Name)
-	r.paths = paths{dir: dir, sock: cmp.Or(r.o.API, base+".sock"), apps: cmp.Or(r.o.AppSocket, base+appsExt), journal: base + ".journal"}
+	r.paths = paths{dir: dir, sock: cmp.Or(r.o.API, base+".sock"), apps: cmp.Or(r.o.AppSocket, base+api.AppExt), journal: base + ".journal"}
 	r.sessions = base + sessionsExt
 	return nil
 }

@@ -27,6 +27,9 @@ const (
 	AppSocket   = "app.sock"
 )
 
+// AppExt is how the name of a run's socket of applications ends, beside NAME.sock for operators.
+const AppExt = ".app.sock"
+
 // maxSocketPath is what sun_path holds with its final zero byte left out (unix(7)).
 const maxSocketPath = 107
 
@@ -228,7 +231,7 @@ func (l *socketListener) Close() error {
 	return l.err
 }
 
-// sockets are the paths of the sockets in a run directory, the agent's first.
+// sockets are the paths of the operators' sockets in a run directory, the agent's first.
 func sockets(dir string) ([]string, error) {
 	var out []string
 	isSocket := func(path string) bool {
@@ -243,7 +246,7 @@ func sockets(dir string) ([]string, error) {
 		return out, err
 	}
 	for _, e := range entries {
-		if p := filepath.Join(dir, "run", e.Name()); strings.HasSuffix(p, ".sock") && isSocket(p) {
+		if p := filepath.Join(dir, "run", e.Name()); strings.HasSuffix(p, ".sock") && !strings.HasSuffix(p, AppExt) && isSocket(p) {
 			out = append(out, p)
 		}
 	}

@@ -259,6 +259,7 @@ func TestDiscover(t *testing.T) {
 	}
 	defer agent.Close()
 	stale(t, RunSocket(dir, "api"))
+	stale(t, filepath.Join(dir, "run", "web"+AppExt)) // of applications: nobody looks for backends there
 	if err := os.WriteFile(filepath.Join(dir, "run", "note.sock"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
