@@ -37,7 +37,7 @@ const appCommand = "e2e-app"
 //
 // and sends every byte of a connection back. Options: listen=ADDR opens a listener (mptcp=ADDR one of MPTCP),
 // usr2=ADDR opens one at SIGUSR2, exit=NAME ends with status 0 at that signal (default TERM; exit=none never), code=N
-// is that status, read=stdin reads standard input, udp=ADDR and unix=PATH open what Ebb does not cover, deaf lets the
+// is that status, read=stdin reads standard input, session=HOW takes part in the drain (see takePart), udp=ADDR and unix=PATH open what Ebb does not cover, deaf lets the
 // connections of listeners after it wait unread, name=N puts "N: " before each line.
 func app(t *testing.T, options ...string) []string {
 	t.Helper()
@@ -125,6 +125,9 @@ func act(options []string) int {
 				continue
 			}
 			keep = append(keep, c)
+		case "session":
+			part := &takePart{say: say, mode: strings.Split(value, ",")}
+			go part.begin()
 		case "read":
 			go func() {
 				sc := bufio.NewScanner(os.Stdin)
