@@ -7,7 +7,6 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
-	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -52,7 +51,7 @@ type Options struct {
 	Started func(pid int) (uint64, error)
 
 	// Emit, Changed and Stale must not block. They are called one at a time, and before the call that made them necessary
-	// returns; they may read the book and must not change it.
+	// returns, but never by New; they may read the book and must not change it.
 
 	Emit    func(drain.Event) // an event; nil discards
 	Changed func()            // holds, health, version or number of applications may have changed
@@ -89,10 +88,13 @@ type Book struct {
 	level drain.Status // as Follow saw it last
 	end   string       // why streams end; empty: they go on
 
-	// up is the time in which this process has run, as far as it is known: while it was stopped nobody's signs of life
-	// could arrive. It was at is when it was last advanced.
+	// up is the time for which somebody was there to hear signs of life, since New; at is when it was last advanced. Where
+	// nobody looked for longer than two ticks this process was stopped, and that time is not counted.
 	up time.Duration
 	at time.Time
+
+	made   time.Time
+	before string // the drain that ran, for the applications, when the book was restored
 
 	dirty   bool // the file is behind
 	failed  bool // the last attempt to write it failed
@@ -114,7 +116,7 @@ type Held struct {
 
 // New makes a book, with what its file says if that is of this generation and boot. A file that cannot be read is put
 // aside, beside itself with the suffix .bad, and until Lost has passed the book holds the flush, since what was held is
-// not known. The error is one of the options.
+// not known. What Holds says now must be known to the machine before it runs. The error is one of the options.
 func New(o Options) (*Book, error) {
 	o.Heartbeat = cmp.Or(o.Heartbeat, 3*time.Second)
 	o.Suspect = cmp.Or(o.Suspect, 10*time.Second)
@@ -136,18 +138,20 @@ func New(o Options) (*Book, error) {
 		}
 	}
 	b := &Book{
-		o: o, log: o.Log.With("service", o.Service, "backend", o.Backend, "gen", o.Gen), at: time.Now(),
+		o: o, log: o.Log.With("service", o.Service, "backend", o.Backend, "gen", o.Gen), at: time.Now(), made: time.Now(),
 		moved: make(chan struct{}), wake: make(chan struct{}, 1),
 	}
 	b.level.State = drain.StateServing
-	_ = b.do(func() error { b.restore(); return nil })
+	b.restore()
 	return b, nil
 }
 
 // do runs f with the book locked, keeps what it changed and tells of it.
 func (b *Book) do(f func() error) error {
 	b.mu.Lock()
-	b.advance()
+	now := time.Now()
+	b.up += min(now.Sub(b.at), 2*b.tick())
+	b.at = now
 	err := f()
 	if b.dirty {
 		_ = b.save() // it is tried again
@@ -621,5 +625,3 @@ func left(t time.Time) *int64 {
 	ms := max(0, time.Until(t).Milliseconds())
 	return &ms
 }
-
-var errNoExtend = errors.New("nobody can extend a drain here")

@@ -30,9 +30,6 @@ type state struct {
 	Extended string     `json:"extended,omitempty"` // the last drain that an application has extended
 	Met      *met       `json:"met,omitempty"`
 	Sessions []*session `json:"sessions"` // in the order in which they were opened
-
-	made     time.Time
-	restored bool // it comes from a file
 }
 
 // session is one registration.
@@ -128,7 +125,7 @@ func (s *session) check() error {
 
 // restore reads the file, once.
 func (b *Book) restore() {
-	b.state = state{Layout: fileLayout, Gen: b.o.Gen, Boot: b.o.boot, made: time.Now()}
+	b.state = state{Layout: fileLayout, Gen: b.o.Gen, Boot: b.o.boot}
 	if b.o.File == "" {
 		return
 	}
@@ -144,16 +141,18 @@ func (b *Book) restore() {
 		if aside := os.Rename(b.o.File, b.o.File+".bad"); aside != nil {
 			err = errors.Join(err, aside)
 		}
-		b.Unknown, b.dirty, b.changed = true, true, true
+		b.Unknown, b.changed = true, true
 		b.warn("sessions of before are not known, so the flush is held until they have had the time to come back", err)
+		_ = b.save() // it is tried again
 		return
 	}
 	if st.Gen != b.o.Gen || st.Boot != b.o.boot {
 		return // of processes that are gone
 	}
-	st.made, st.restored = b.made, true
-	b.state = st
-	b.changed = true
+	b.state, b.changed = st, true
+	if t := b.running(); t != nil {
+		b.before = t.ID
+	}
 	for _, s := range slices.Clone(b.Sessions) {
 		s.health, s.heardAt = api.HealthOK, b.made
 		if start := b.started(s.PID); s.Bound && start != 0 && s.Start != 0 && start != s.Start {

@@ -80,7 +80,7 @@ func (b *Book) sent(e event) api.SessionEvent {
 	if !e.Until.IsZero() {
 		v.TimeLeftMS = left(e.Until)
 	}
-	if v.Type == api.SessionDraining && v.Reason == "" && v.Drain == b.Told.ID {
+	if v.Type == api.SessionDraining && v.Reason == "" && b.Told != nil && v.Drain == b.Told.ID {
 		v.Reason = b.Told.Reason // it was not known yet
 	}
 	return v
@@ -106,8 +106,11 @@ func (b *Book) queue(s *session, e event) {
 	s.Events = slices.Delete(s.Events, max(i, 0), max(i, 0)+1)
 }
 
-// queueAll queues an event for every session.
+// queueAll queues an event for every session; none when the last one was.
 func (b *Book) queueAll(e event) {
+	if b.Over {
+		return
+	}
 	for _, s := range b.Sessions {
 		b.queue(s, e)
 	}
@@ -202,8 +205,8 @@ func (b *Book) evict() {
 	if b.Over {
 		return
 	}
-	b.Over, b.dirty, b.changed = true, true, true
 	b.queueAll(b.evicted())
+	b.Over, b.dirty, b.changed = true, true, true
 }
 
 // Follow takes the machine's present status: a level, of which the applications are told what they have not been told. It is
@@ -263,7 +266,8 @@ func (b *Book) same(t *told) {
 
 // resolve ends, for the applications, a drain of before a restart that nobody knows of any more.
 func (b *Book) resolve() {
-	if t := b.running(); t != nil && b.restored && b.up >= b.o.Suspect && b.level.Mode == drain.ModeEnforce && b.level.ID == "" {
+	t := b.running()
+	if t != nil && t.ID == b.before && b.up >= b.o.Suspect && b.level.Mode == drain.ModeEnforce && b.level.ID == "" {
 		b.conclude(drain.OutcomeCancelled)
 	}
 }
@@ -317,7 +321,7 @@ func (b *Book) flushed(s *session, c api.SessionCall) error {
 		return nil
 	}
 	s.Flushed, b.dirty, b.changed = t.ID, true, true
-	if c.Error != "" {
+	if c.Error != "" && len(t.Flush.Errors) < maxSessions {
 		text := strings.ToValidUTF8(c.Error[:min(len(c.Error), maxError)], "")
 		t.Flush.Errors = append(t.Flush.Errors, fmt.Sprintf("process %d: %s", s.PID, text))
 	}
@@ -352,7 +356,10 @@ func (b *Book) mayExtend(c api.SessionCall) (time.Duration, error) {
 		return no("the drain was extended already, and is once at most")
 	}
 	b.Extended, b.dirty = t.ID, true
-	return min(time.Duration(min(c.ByMS, b.o.Extension.Milliseconds()+1))*time.Millisecond, b.o.Extension), nil
+	if c.ByMS < b.o.Extension.Milliseconds() {
+		return time.Duration(c.ByMS) * time.Millisecond, nil
+	}
+	return b.o.Extension, nil
 }
 
 // extend asks for the extension that mayExtend has noted.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -16,14 +17,6 @@ import (
 
 // tick is how long at most nobody looks at the clock while there are sessions: a third of a heartbeat.
 func (b *Book) tick() time.Duration { return b.o.Heartbeat / 3 }
-
-// advance moves the time in which this process has run. Where nobody looked for longer than two ticks, it was stopped, and
-// so were those who bring it signs of life: silence is not counted.
-func (b *Book) advance() {
-	now := time.Now()
-	b.up += min(now.Sub(b.at), 2*b.tick())
-	b.at = now
-}
 
 // alive is a sign of life of a session.
 func (b *Book) alive(s *session) {
@@ -55,7 +48,7 @@ func (b *Book) look() time.Duration {
 		return 0
 	}
 	next := b.tick()
-	for _, s := range append([]*session(nil), b.Sessions...) {
+	for _, s := range slices.Clone(b.Sessions) {
 		silent := b.up - s.heard
 		switch {
 		case silent >= b.o.Lost && s.Role == api.RoleHolder:
