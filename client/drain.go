@@ -1,0 +1,375 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+)
+
+// Server is what takes new work from outside and is stopped in stages. [ListenAndServe] attaches one for net/http and the package
+// client/grpc one for gRPC; a server of another protocol can do the same. Its methods are called from several goroutines, and
+// some of them more than once.
+type Server interface {
+	// Pause returns nil once nothing new has arrived for quiet, else the error of ctx.
+	Pause(ctx context.Context, quiet time.Duration) error
+	// StopNew closes the listeners. What the kernel has accepted is still served.
+	StopNew()
+	// Wait returns nil once nothing is in flight, else the error of ctx.
+	Wait(ctx context.Context) error
+	// Shutdown closes everything: what is idle in good order, and the rest when ctx is over, of which it returns ctx's error.
+	Shutdown(ctx context.Context) error
+}
+
+// Attach has the session stop srv with everything else. It returns [http.ErrServerClosed] if the flush has begun. Call it when srv
+// listens: a process that listens is one that the agent finds.
+func (s *Session) Attach(srv Server) error {
+	err := http.ErrServerClosed
+	s.do(func() {
+		if s.status.Flushing {
+			return
+		}
+		err = nil
+		s.servers = append(s.servers, srv)
+		if s.drain != nil && s.drain.cancel != nil {
+			s.restart() // with this one too
+		}
+		if s.id == "" {
+			poke(s.kick)
+		}
+	})
+	return err
+}
+
+// Detach is for a server that has ended by itself.
+func (s *Session) Detach(srv Server) {
+	s.do(func() { s.servers = slices.DeleteFunc(s.servers, func(x Server) bool { return x == srv }) })
+}
+
+// run is one drain, from draining on.
+type run struct {
+	id, cause         string // of the agent's drain; a cause of our own if the id is empty
+	deadline, flushBy time.Time
+	led               bool               // the agent has announced it
+	own               bool               // begun by this process too: nobody takes it back
+	ask               string             // why, if the agent is still to be asked for a drain
+	cancel            context.CancelFunc // ends alone; nil: it does not run
+}
+
+// signal is a signal of Options.Signals. Under an agent that is heard from it may be its flush: then the event that says so has been
+// sent as well. It may be the orchestrator's, while the agent drains for the same reason. So it begins what has not begun, and
+// decides nothing else.
+func (s *Session) signal(name string) {
+	s.signals++
+	s.o.Log.Info("stop signal", "signal", name, "number", s.signals)
+	switch s.signals {
+	case 1:
+		s.begin(name, time.Now().Add(s.o.Grace))
+	case 3:
+		s.forceNow()
+	}
+}
+
+// forceNow ends everything at once.
+func (s *Session) forceNow() {
+	s.force()
+	s.begin("force", time.Now())
+	s.flush(FlushDeadline, s.drain.id, time.Now())
+}
+
+// begin begins a drain of our own, or makes the running one ours and its deadline no later than this.
+func (s *Session) begin(cause string, deadline time.Time) {
+	if s.status.Flushing {
+		return
+	}
+	now := time.Now()
+	flushBy := deadline.Add(-s.slices(deadline.Sub(now)))
+	d := s.drain
+	if d == nil {
+		d = &run{cause: cause, deadline: deadline, flushBy: flushBy, ask: cause}
+		s.announce(d)
+		s.nudge()
+	}
+	d.own = true
+	if deadline.Before(d.deadline) {
+		d.deadline = deadline
+	}
+	d.flushBy = earlier(d.flushBy, flushBy)
+	s.lead()
+}
+
+// slices is what reserve and flush take of a budget: as configured, or in proportion if it is shorter than Grace.
+func (s *Session) slices(total time.Duration) time.Duration {
+	full := s.o.Reserve + s.o.FlushTimeout
+	if total >= s.o.Grace {
+		return full
+	}
+	return max(0, time.Duration(float64(full)*float64(total)/float64(s.o.Grace)))
+}
+
+// announce tells whoever listens.
+func (s *Session) announce(d *run) {
+	s.o.Log.Info("draining", "drain", d.id, "cause", d.cause, "deadline", d.deadline)
+	s.drain = d
+	close(s.notice.Load().c)
+}
+
+// lead sees to it that somebody decides when to flush: the agent if it has announced the drain and is heard from, else alone.
+func (s *Session) lead() {
+	d := s.drain
+	if d == nil || s.status.Flushing {
+		return
+	}
+	switch agent := d.led && (s.status.Agent == HealthOK || s.status.Agent == HealthSuspect); {
+	case agent && d.cancel != nil:
+		d.cancel()
+		d.cancel = nil
+	case !agent && d.cancel == nil && d.own:
+		s.restart()
+	}
+}
+
+// restart runs alone for all servers.
+func (s *Session) restart() {
+	d := s.drain
+	if d.cancel != nil {
+		d.cancel()
+	}
+	var ctx context.Context
+	ctx, d.cancel = context.WithCancel(s.forced)
+	go s.alone(ctx, slices.Clone(s.servers), time.Now().Add(time.Until(d.flushBy)/2))
+}
+
+// alone stops new work when none arrives any more, at the latest at admitUntil: readiness is false, and whoever sends work needs a while to notice.
+// It flushes when nothing is in flight or held.
+func (s *Session) alone(ctx context.Context, servers []Server, admitUntil time.Time) {
+	admit, cancel := context.WithDeadline(ctx, admitUntil)
+	defer cancel()
+	each(servers, func(srv Server) error {
+		_ = srv.Pause(admit, s.o.QuietPeriod) // also over at admitUntil
+		if ctx.Err() != nil {
+			return nil
+		}
+		srv.StopNew()
+		return srv.Wait(ctx)
+	})
+	if s.unheld(ctx, s.o.QuietPeriod) != nil {
+		return
+	}
+	s.do(func() {
+		if ctx.Err() == nil {
+			s.flush(FlushZero, s.drain.id, s.drain.deadline)
+		}
+	})
+}
+
+// each calls f for all servers at once and joins their errors.
+func each(servers []Server, f func(Server) error) error {
+	errs := make([]error, len(servers))
+	var wg sync.WaitGroup
+	for i, srv := range servers {
+		wg.Go(func() { errs[i] = f(srv) })
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// flush begins the flush, unless it has begun: what comes first decides. until is the end of its slice.
+func (s *Session) flush(reason FlushReason, drain string, until time.Time) {
+	if s.status.Flushing {
+		return
+	}
+	if s.drain == nil {
+		s.announce(&run{id: drain, cause: "flush", deadline: until, flushBy: time.Now(), led: true})
+	}
+	d := s.drain
+	d.ask = ""
+	if d.cancel != nil {
+		d.cancel()
+		d.cancel = nil
+	}
+	s.status.Flushing = true
+	s.o.Log.Info("flushing", "drain", drain, "reason", reason)
+	for name, l := range s.leases {
+		if len(l.waiters) > 0 {
+			s.answerHolds(name, l, ErrFlushing)
+		}
+	}
+	s.ask(ErrFlushing)
+	f := Flush{Drain: drain, Reason: reason, Until: until}
+	if drain != "" {
+		f.Key = drain + "-flush"
+	}
+	go s.finish(f, slices.Clone(s.servers), slices.Clone(s.onFlush))
+}
+
+// finish does what is left to do: close, ask to end, wait, flush, close by force.
+func (s *Session) finish(f Flush, servers []Server, functions []func(context.Context, Flush) error) {
+	slice, cancel := context.WithDeadline(s.forced, f.Until)
+	defer cancel()
+	// Context has ended at this point, and with it the contexts of requests.
+	share := float64(s.o.Reserve) / float64(s.o.Reserve+s.o.FlushTimeout)
+	wait, cancelWait := context.WithTimeout(slice, time.Duration(share*float64(time.Until(f.Until))))
+	defer cancelWait()
+	each(servers, func(srv Server) error {
+		srv.StopNew()
+		return srv.Wait(wait)
+	})
+	_ = s.unheld(wait, 0) // over at the end of its share
+
+	err := call(slice, f, functions)
+	told := make(chan struct{})
+	s.do(func() {
+		s.answer = &answer{err: err, told: told}
+		if s.flushing == "" || s.id == "" {
+			s.answer.heard() // nobody is to be told
+		}
+		s.nudge()
+	})
+	forced := each(servers, func(srv Server) error { return srv.Shutdown(slice) })
+	if forced != nil {
+		forced = fmt.Errorf("%w: %w", ErrForced, forced)
+	}
+	bye := time.NewTimer(byeTimeout)
+	defer bye.Stop()
+	select {
+	case <-told:
+	case <-bye.C:
+	case <-s.forced.Done():
+	}
+	s.do(func() {
+		s.err = errors.Join(err, forced)
+		s.o.Log.Info("flushed", "drain", f.Drain, "err", s.err)
+	})
+	close(s.finished)
+}
+
+// call runs the functions of OnFlush, one after the other, and joins their errors. It leaves one behind that does not heed the end of its context.
+func call(ctx context.Context, f Flush, functions []func(context.Context, Flush) error) error {
+	if len(functions) == 0 {
+		return nil
+	}
+	flushed := make(chan error, 1)
+	go func() {
+		var errs []error
+		for _, fn := range functions {
+			errs = append(errs, fn(ctx, f))
+		}
+		flushed <- errors.Join(errs...)
+	}()
+	select {
+	case err := <-flushed:
+		return err
+	case <-ctx.Done():
+	}
+	select {
+	case err := <-flushed: // both at once
+		return err
+	default:
+		return fmt.Errorf("flush: %w", ErrForced)
+	}
+}
+
+// answer is how the flush went.
+type answer struct {
+	err  error
+	told chan struct{} // closed when the agent has heard it, or will not; then nil
+}
+
+func (a *answer) heard() {
+	if a.told != nil {
+		close(a.told)
+		a.told = nil
+	}
+}
+
+// apply does what an event says. Each is applied once.
+func (s *Session) apply(ev wireEvent) {
+	if ev.Seq != 0 {
+		defer s.nudge() // it is acknowledged, again if need be
+		if ev.Seq <= s.seq {
+			return
+		}
+		s.seq = ev.Seq
+	}
+	now := time.Now()
+	if ev.Type != "deadline" && ev.Type != "end" && s.remember(ev.Drain, ev.Type) {
+		return
+	}
+	if s.applied != nil {
+		s.applied(ev)
+	}
+	deadline := ev.Deadline
+	if ev.TimeLeftMS != nil {
+		// The wall clock may have been set since.
+		deadline = now.Add(time.Duration(*ev.TimeLeftMS) * time.Millisecond)
+	}
+	flushBy := deadline.Add(-ev.Deadline.Sub(ev.FlushBy))
+	switch ev.Type {
+	case "end":
+		if ev.Reason == "evicted" {
+			s.o.Log.Info("this generation is over", "backend", s.status.Backend, "gen", s.status.Gen)
+			s.status.Evicted = true
+			s.think(HealthNone)
+		}
+	case "draining":
+		if s.status.Flushing {
+			return
+		}
+		d := s.drain
+		if d == nil {
+			d = &run{id: ev.Drain, cause: ev.Cause, deadline: deadline, flushBy: flushBy}
+			s.announce(d)
+		}
+		d.led, d.ask = true, ""
+		s.moved(d, ev, deadline, flushBy)
+		s.lead()
+	case "deadline":
+		if d := s.drain; d != nil && d.id == ev.Drain {
+			s.moved(d, ev, deadline, flushBy)
+		}
+	case "cancelled":
+		s.takeBack(ev.Drain)
+	case "flush":
+		s.flushing = ev.Drain
+		s.flush(FlushReason(ev.Reason), ev.Drain, deadline)
+	case "done":
+		s.status.Outcome = ev.Outcome
+		if ev.Outcome == "cancelled" {
+			s.takeBack(ev.Drain)
+		} else if d := s.drain; d != nil && d.id == ev.Drain {
+			// Nothing is waited for any more. The flush comes before, unless it has been lost.
+			s.flush(FlushDeadline, d.id, now.Add(s.o.FlushTimeout))
+		}
+	}
+}
+
+// moved takes the agent's times. Those of a drain that is ours as well only move it forward.
+func (s *Session) moved(d *run, ev wireEvent, deadline, flushBy time.Time) {
+	d.id = ev.Drain
+	if d.own {
+		deadline, flushBy = earlier(d.deadline, deadline), earlier(d.flushBy, flushBy)
+	}
+	d.deadline, d.flushBy = deadline, flushBy
+}
+
+// takeBack ends a drain as if it had not been. One that is ours goes on alone.
+func (s *Session) takeBack(drain string) {
+	d := s.drain
+	if d == nil || d.id != drain || s.status.Flushing {
+		return
+	}
+	if d.own {
+		d.led, d.id = false, ""
+		s.lead()
+		return
+	}
+	s.o.Log.Info("drain taken back", "drain", drain)
+	s.drain = nil
+	s.notice.Store(&notice{make(chan struct{})})
+}

@@ -1,0 +1,636 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package client
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"os/signal"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+)
+
+// Defaults of Options: those of `ebb run`.
+const (
+	DefaultSocket       = "/run/ebb/app.sock"
+	DefaultGrace        = 25 * time.Second
+	DefaultFlushTimeout = 5 * time.Second
+	DefaultReserve      = 3 * time.Second
+	DefaultQuietPeriod  = time.Second
+)
+
+const (
+	// firstAnswer is how long Register waits for an agent that has accepted its connection and says nothing.
+	firstAnswer = time.Second
+	// flushSlack is how long past the announced time a flush of an agent that is heard from is waited for.
+	flushSlack = time.Second
+	// byeTimeout is for the last two messages of a session: that it has flushed, and that it ends.
+	byeTimeout = 2 * time.Second
+)
+
+// Options of Register. The zero value is usable.
+type Options struct {
+	// Socket is the agent's; default is the environment variable EBB_APP_SOCKET, which `ebb run` sets, else DefaultSocket.
+	Socket string
+	// Version of the application, above 0, for drain_on_version_upgrade; 0: none.
+	Version int64
+
+	// Grace is the whole budget of a drain that this process begins, from SIGTERM, Stop or Drain to the end: default 25 s, which
+	// fits Kubernetes' 30. It includes Reserve (default 3 s), in which what is still in flight has been asked to end, and FlushTimeout
+	// (default 5 s), in which the functions of OnFlush run. A drain that the agent begins has the agent's budget.
+	Grace, FlushTimeout, Reserve time.Duration
+	// QuietPeriod is how long nothing may have arrived before the listeners are closed, and nothing been held before the flush,
+	// where no agent decides; default 1 s.
+	QuietPeriod time.Duration
+
+	// Signals begin a drain; the second is harmless, and the third ends it by force. Nil: SIGTERM and SIGINT. Empty: none.
+	Signals []os.Signal
+	Log     *slog.Logger // nil discards
+
+	dial func(context.Context) (net.Conn, error) // nil: Socket
+}
+
+func (o *Options) fill() error {
+	o.Socket = cmp.Or(o.Socket, os.Getenv("EBB_APP_SOCKET"), DefaultSocket)
+	o.Grace = cmp.Or(o.Grace, DefaultGrace)
+	o.FlushTimeout = cmp.Or(o.FlushTimeout, DefaultFlushTimeout)
+	o.Reserve = cmp.Or(o.Reserve, DefaultReserve)
+	o.QuietPeriod = cmp.Or(o.QuietPeriod, DefaultQuietPeriod)
+	if o.Signals == nil {
+		o.Signals = []os.Signal{syscall.SIGTERM, os.Interrupt}
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	if o.dial == nil {
+		o.dial = func(ctx context.Context) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", o.Socket)
+		}
+	}
+	switch {
+	case o.Version < 0:
+		return fmt.Errorf("register: version %d is below 0", o.Version)
+	case min(o.FlushTimeout, o.Reserve, o.QuietPeriod) < 0:
+		return errors.New("register: a time is below 0")
+	case o.FlushTimeout+o.Reserve >= o.Grace:
+		return fmt.Errorf("register: grace %s leaves no wait: flush timeout %s + reserve %s = %s", o.Grace, o.FlushTimeout, o.Reserve,
+			o.FlushTimeout+o.Reserve)
+	}
+	return nil
+}
+
+// Flush says why a flush has come and what is left for it.
+type Flush struct {
+	Drain  string      // id of the agent's drain; empty without an agent
+	Reason FlushReason // why now
+	Key    string      // idempotency key, for whoever is told in turn; empty without an agent
+	Until  time.Time   // end of the flush's slice, as the deadline of the context is
+}
+
+// FlushReason says why a flush has come.
+type FlushReason string
+
+// The reasons.
+const (
+	FlushZero     FlushReason = "zero"     // nothing is in flight, and nothing is held
+	FlushDeadline FlushReason = "deadline" // the wait is over
+)
+
+// Health says what is thought of the agent, by how long it has been silent.
+type Health string
+
+// The healths of an agent.
+const (
+	HealthNone    Health = "none"    // there has been none, or it does not know this process
+	HealthOK      Health = "ok"      // heard from
+	HealthSuspect Health = "suspect" // silent for longer than it said that it would be
+	HealthLost    Health = "lost"    // the session goes on alone
+)
+
+// Status is a session as it is.
+type Status struct {
+	ID, Backend, Service string // empty before the first registration
+	Gen                  uint64 // generation of the backend
+	Agent                Health
+	Evicted              bool // this generation is over: the session does not come back
+
+	Draining bool      // from its beginning to the end of the process, unless it is taken back
+	Flushing bool      // the flush has begun
+	Drain    string    // id of the agent's drain; empty without one
+	Cause    string    // of the agent's drain, or what began this one
+	Deadline time.Time // when everything is over; zero while serving
+	FlushBy  time.Time // when the flush begins at the latest; zero while serving
+	Outcome  string    // of the last drain that the agent said is over
+
+	Holds int // that are not released
+}
+
+// Session is the registration of this process. Its methods may be called from any goroutine, and those without a result on a
+// nil Session too.
+//
+// One goroutine, loop, owns everything below owned. What it is:
+//
+//	serving ──draining, signal, Stop──► draining ──flush, flush_by, zero──► flushing ──► over
+//	   ▲                                   │
+//	   └────────────── cancelled ──────────┘ (not of a drain that this process began)
+type Session struct {
+	o      Options
+	wire   *wire
+	notice atomic.Pointer[notice] // told to whoever listens
+	asked  context.Context        // over when the flush begins
+	ask    context.CancelCauseFunc
+	forced context.Context // over when a stop has to end what is left
+	force  context.CancelFunc
+
+	calls    chan func()
+	wake     chan struct{} // there may be something to send
+	kick     chan struct{} // do not wait any longer before the next attempt to connect
+	finished chan struct{} // closed when the flush is over and everything closed
+	over     chan struct{} // closed when loop has ended
+	quit     context.CancelFunc
+	quitting context.Context
+	group    sync.WaitGroup
+	bye      sync.Once
+
+	// owned by loop
+	id         string
+	closeLink  context.CancelFunc // ends the stream of events; nil: none is open
+	status     Status
+	limits     limits
+	heard      time.Time // last sign of the agent's life
+	retry      time.Time // nothing is sent before
+	beat       time.Time // next heartbeat
+	drain      *run      // nil: serving
+	signals    int
+	servers    []Server
+	onFlush    []func(context.Context, Flush) error
+	leases     map[string]*lease
+	held       chan struct{} // closed and replaced when a hold begins or ends
+	remaining  *int64
+	seq, acked uint64
+	seen       []seen
+	flushing   string  // the agent's drain that is to be answered; empty: none
+	answer     *answer // to it; nil while the flush runs
+	err        error
+	applied    func(wireEvent) // for tests: nil
+}
+
+// notice is closed when draining begins, and replaced when it is taken back.
+type notice struct{ c chan struct{} }
+
+// limits are the thresholds that both sides keep.
+type limits struct{ heartbeat, suspect, lost time.Duration }
+
+// defaultLimits are those before the agent's first message.
+var defaultLimits = limits{3 * time.Second, 10 * time.Second, 15 * time.Second}
+
+// seen is what has been applied of a drain and cannot come twice.
+type seen struct{ drain, typ string }
+
+// maxSeen bounds what is remembered: four for each drain, of which one runs at a time.
+const maxSeen = 64
+
+// Register registers this process with the agent, if there is one. An agent that is absent or does not know the process is no error: the session
+// goes on alone and keeps trying. ctx bounds how long it waits for the agent's first answer, which is a second at
+// most. An error is a contradiction in o.
+//
+// The session takes the signals of o for itself: a program that does not use [ListenAndServe] ends after [Session.Done].
+func Register(ctx context.Context, o Options) (*Session, error) {
+	if err := o.fill(); err != nil {
+		return nil, err
+	}
+	s := &Session{
+		o: o, wire: newWire(o.dial), limits: defaultLimits,
+		calls: make(chan func()), wake: make(chan struct{}, 1), kick: make(chan struct{}, 1),
+		finished: make(chan struct{}), over: make(chan struct{}),
+		leases: make(map[string]*lease), held: make(chan struct{}), status: Status{Agent: HealthNone},
+	}
+	s.notice.Store(&notice{make(chan struct{})})
+	s.asked, s.ask = context.WithCancelCause(context.WithoutCancel(ctx))
+	s.forced, s.force = context.WithCancel(context.WithoutCancel(ctx))
+	s.quitting, s.quit = context.WithCancel(context.WithoutCancel(ctx))
+	go s.loop()
+	s.group.Go(s.send)
+	if len(o.Signals) > 0 {
+		c := make(chan os.Signal, 4)
+		signal.Notify(c, o.Signals...)
+		s.group.Go(func() { s.listen(c) })
+	}
+	tried := make(chan struct{})
+	s.group.Go(func() { s.link(sync.OnceFunc(func() { close(tried) })) })
+	ctx, cancel := context.WithTimeout(ctx, firstAnswer)
+	defer cancel()
+	select {
+	case <-tried:
+	case <-ctx.Done():
+	}
+	return s, nil
+}
+
+// listen turns signals into a drain.
+func (s *Session) listen(c chan os.Signal) {
+	defer signal.Stop(c)
+	for {
+		select {
+		case sig := <-c:
+			s.do(func() { s.signal(sig.String()) })
+		case <-s.quitting.Done():
+			return
+		}
+	}
+}
+
+// do runs f in loop and returns when it has, or false if the session is over.
+func (s *Session) do(f func()) bool {
+	if s == nil {
+		return false
+	}
+	done := make(chan struct{})
+	select {
+	case s.calls <- func() { f(); close(done) }:
+		<-done
+		return true
+	case <-s.over:
+		return false
+	}
+}
+
+// loop owns the session until quit.
+func (s *Session) loop() {
+	defer close(s.over)
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case f := <-s.calls:
+			f()
+		case <-timer.C:
+		case <-s.quitting.Done():
+			return
+		}
+		timer.Reset(s.tick(time.Now()))
+	}
+}
+
+// tick does what the time asks for and returns when to look again.
+func (s *Session) tick(now time.Time) time.Duration {
+	next := now.Add(time.Hour)
+	due := func(t time.Time) bool {
+		if now.Before(t) {
+			next = earlier(next, t)
+			return false
+		}
+		return true
+	}
+	if s.id != "" && !s.status.Evicted {
+		switch silent := s.heard; {
+		case due(silent.Add(s.limits.lost)):
+			s.think(HealthLost)
+		case due(silent.Add(s.limits.suspect)):
+			s.think(HealthSuspect)
+		default:
+			s.think(HealthOK)
+		}
+		if due(s.retry) && (due(s.beat) || !s.retry.IsZero()) {
+			s.nudge() // sending moves both on
+		}
+	}
+	if d := s.drain; d != nil && !s.status.Flushing {
+		by := d.flushBy
+		if d.led && !d.own && s.status.Agent == HealthOK {
+			by = by.Add(flushSlack)
+		}
+		if due(by) {
+			s.flush(FlushDeadline, d.id, d.deadline)
+		}
+	}
+	return next.Sub(now)
+}
+
+func earlier(a, b time.Time) time.Time {
+	if b.Before(a) {
+		return b
+	}
+	return a
+}
+
+// think changes what is thought of the agent.
+func (s *Session) think(h Health) {
+	if s.status.Agent == h {
+		return
+	}
+	s.o.Log.Info("agent", "health", h, "was", s.status.Agent)
+	s.status.Agent = h
+	s.lead()
+}
+
+// nudge has send look for something to send.
+func (s *Session) nudge() { poke(s.wake) }
+
+func poke(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}
+
+// Draining is closed once the application drains: no new long work, clients are to go. A drain that is taken back makes a new
+// channel, so ask again for each wait.
+func (s *Session) Draining() <-chan struct{} {
+	if s == nil {
+		return nil
+	}
+	return s.notice.Load().c
+}
+
+// Context is over when what is still in flight or held is asked to end: the flush has begun. Its cause is ErrFlushing.
+func (s *Session) Context() context.Context {
+	if s == nil {
+		return context.Background()
+	}
+	return s.asked
+}
+
+// Done is closed when the flush is over, all servers are closed, and the process is to end.
+func (s *Session) Done() <-chan struct{} {
+	if s == nil {
+		return nil
+	}
+	return s.finished
+}
+
+// OnFlush has f called when the flush comes, at most once, after those that were given before it. Its context ends with the flush's
+// slice. The agent is told its error. Once the flush has begun it does nothing.
+func (s *Session) OnFlush(f func(context.Context, Flush) error) {
+	s.do(func() { s.onFlush = append(s.onFlush, f) })
+}
+
+// Remaining says how much work is left, in units of the application's own. Operators see it, with the next heartbeat.
+func (s *Session) Remaining(n int64) {
+	s.do(func() { s.remaining = &n })
+}
+
+// Status is the session as it is; after its end, as it was.
+func (s *Session) Status() Status {
+	if s == nil {
+		return Status{Agent: HealthNone}
+	}
+	var st Status
+	if !s.do(func() { st = s.snapshot() }) {
+		st = s.snapshot()
+	}
+	return st
+}
+
+func (s *Session) snapshot() Status {
+	st := s.status
+	st.ID = s.id
+	for _, l := range s.leases {
+		st.Holds += l.n
+	}
+	if d := s.drain; d != nil {
+		st.Draining, st.Drain, st.Cause, st.Deadline, st.FlushBy = true, d.id, d.cause, d.deadline, d.flushBy
+	}
+	return st
+}
+
+// lease is what is held under one name, however often.
+type lease struct {
+	n       int  // holds
+	sent    bool // the agent knows
+	waiters []chan error
+}
+
+// Hold keeps the flush from beginning before release is called; holds of one name are counted. It returns when the agent knows, or at once
+// without an agent, where the session counts alone. The flush at the end of the wait comes all the same. ErrFlushing: it is
+// too late to begin.
+//
+// release is idempotent.
+func (s *Session) Hold(name string) (release func(), err error) {
+	answer := make(chan error, 1)
+	if !s.do(func() { s.hold(name, answer) }) {
+		return nil, ErrStopped
+	}
+	if err := <-answer; err != nil {
+		return nil, err
+	}
+	return sync.OnceFunc(func() { s.do(func() { s.release(name, 1) }) }), nil
+}
+
+func (s *Session) hold(name string, answer chan error) {
+	switch {
+	case name == "" || len(name) > maxName:
+		answer <- fmt.Errorf("hold %q: a name has 1 to %d bytes", name, maxName)
+		return
+	case s.status.Flushing:
+		answer <- ErrFlushing
+		return
+	}
+	l := s.leases[name]
+	if l == nil {
+		l = &lease{}
+		s.leases[name] = l
+	}
+	l.n++
+	s.heldChanged()
+	if l.sent || !s.connected() {
+		answer <- nil
+		return
+	}
+	l.waiters = append(l.waiters, answer)
+	s.nudge()
+}
+
+// maxName is the longest name of a lease in bytes, as the agent takes it.
+const maxName = 128
+
+func (s *Session) release(name string, n int) {
+	l := s.leases[name]
+	if l == nil {
+		return
+	}
+	l.n -= n
+	s.heldChanged()
+	s.forget(name, l)
+	s.nudge()
+}
+
+// forget drops a lease that is neither held nor known to the agent.
+func (s *Session) forget(name string, l *lease) {
+	if l.n == 0 && !l.sent {
+		delete(s.leases, name)
+	}
+}
+
+func (s *Session) heldChanged() {
+	close(s.held)
+	s.held = make(chan struct{})
+}
+
+// answerHolds tells those that wait for the agent to know their lease. An error takes their holds back.
+func (s *Session) answerHolds(name string, l *lease, err error) {
+	waiters := l.waiters
+	l.waiters = nil
+	for _, w := range waiters {
+		w <- err
+	}
+	if err != nil {
+		s.release(name, len(waiters))
+	}
+}
+
+// unheld returns once nothing has been held for quiet, or the error of ctx.
+func (s *Session) unheld(ctx context.Context, quiet time.Duration) error {
+	for {
+		var n int
+		var changed chan struct{}
+		if !s.do(func() { n, changed = s.snapshot().Holds, s.held }) {
+			return ErrStopped
+		}
+		var pause <-chan time.Time
+		if n == 0 {
+			pause = time.After(quiet)
+		}
+		select {
+		case <-pause:
+			return nil
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// connected says whether a request has a chance now.
+func (s *Session) connected() bool {
+	return s.id != "" && !s.status.Evicted && s.status.Agent == HealthOK && s.retry.IsZero()
+}
+
+// Drain asks for a drain of this backend, as an operator would, and returns when it has begun: [Session.Draining] is closed then
+// or, under `notify: {at: settled}`, soon. Without an agent, or one that only observes, the session drains alone.
+func (s *Session) Drain(ctx context.Context, reason string) error {
+	if s == nil {
+		return ErrStopped
+	}
+	var id string
+	var known bool
+	if !s.do(func() { id, known = s.id, s.connected() }) {
+		return ErrStopped
+	}
+	if known {
+		var d drainAnswer
+		err := s.wire.call(ctx, "POST", "/v1/session/drain", id, wireCall{Reason: reason}, &d)
+		if err == nil && !d.WouldHave {
+			return nil
+		}
+		if p := (*problem)(nil); errors.As(err, &p) && !errors.Is(err, errUnknownSession) {
+			return fmt.Errorf("drain: %w", err)
+		}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+	}
+	if !s.do(func() { s.begin(reason, time.Now().Add(s.o.Grace)) }) {
+		return ErrStopped
+	}
+	return nil
+}
+
+// Extend asks for more time, once per drain and at most what the agent's configuration allows. ErrNotPossible says why not,
+// ErrNoAgent that there is nobody to ask: a drain without an agent has its Grace.
+func (s *Session) Extend(ctx context.Context, by time.Duration) error {
+	if s == nil {
+		return ErrStopped
+	}
+	var id, drain string
+	var known bool
+	if !s.do(func() {
+		id, known = s.id, s.connected()
+		if s.drain != nil {
+			drain = s.drain.id
+		}
+	}) {
+		return ErrStopped
+	}
+	if !known {
+		return fmt.Errorf("extend: %w", ErrNoAgent)
+	}
+	if drain == "" {
+		return fmt.Errorf("extend: %w: the agent drains nothing", ErrNotPossible)
+	}
+	if err := s.wire.call(ctx, "POST", "/v1/session/extend", id, wireCall{Drain: drain, ByMS: by.Milliseconds()}, nil); err != nil {
+		return fmt.Errorf("extend: %w", err)
+	}
+	return nil
+}
+
+// Stop ends the session in stages, whoever has begun: it drains, waits for what is in flight and held, asks it to end, flushes,
+// and closes what is left at ctx's deadline, or after Options.Grace if that has none. Stages of a shorter time are
+// shorter in proportion. It returns nil if everything ended by itself, ctx's error if ctx was over before, ErrForced if the deadline
+// ended something, and the errors of OnFlush. It may be called before anything has begun, again, and several times at once: the shortest context counts.
+func (s *Session) Stop(ctx context.Context) error {
+	if s == nil {
+		return nil
+	}
+	deadline := time.Now().Add(s.o.Grace)
+	if d, ok := ctx.Deadline(); ok {
+		deadline = d
+	}
+	s.do(func() { s.begin("stop", deadline) })
+	select {
+	case <-s.finished:
+	case <-ctx.Done():
+		select {
+		case <-s.finished: // both at once
+		default:
+			s.do(s.forceNow)
+			<-s.finished
+		}
+	}
+	s.bye.Do(s.leave)
+	if err := ctx.Err(); err != nil && errors.Is(s.err, ErrForced) {
+		return err
+	}
+	return s.err
+}
+
+// leave tells the agent that the session ends, and ends it.
+func (s *Session) leave() {
+	ctx, cancel := context.WithTimeout(s.quitting, byeTimeout)
+	defer cancel()
+	var id string
+	s.do(func() {
+		if !s.status.Evicted && s.connected() {
+			id = s.id
+		}
+	})
+	if id != "" {
+		// If this does not arrive, the end of the process says the same.
+		_ = s.wire.call(ctx, "DELETE", "/v1/session", id, nil, nil)
+	}
+	s.quit()
+	s.group.Wait()
+	<-s.over
+	s.wire.http.CloseIdleConnections()
+}
+
+// remember notes what cannot come twice, and says whether it has come already.
+func (s *Session) remember(drain, typ string) (again bool) {
+	k := seen{drain, typ}
+	if slices.Contains(s.seen, k) {
+		return true
+	}
+	if len(s.seen) == maxSeen {
+		s.seen = s.seen[1:]
+	}
+	s.seen = append(s.seen, k)
+	return false
+}
