@@ -210,8 +210,8 @@ class Session extends EventEmitter {
 
   // end says goodbye, so that nothing is thought of the silence that follows.
   async end() {
+    if (!this.over) await this.call('DELETE', '').catch(() => {}); // there may be nobody
     this.over = true;
-    await this.call('DELETE', '').catch(() => {}); // there may be nobody
   }
 }
 

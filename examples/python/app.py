@@ -227,6 +227,8 @@ class Session:
 
     def end(self):
         """Says goodbye, so that nothing is thought of the silence that follows."""
+        if self.over.is_set():
+            return
         self.over.set()
         try:
             self.call("DELETE", "")

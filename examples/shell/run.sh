@@ -51,11 +51,10 @@ apply() {
 	if (($2 > applied)); then
 		if [[ $1 == deadline || $seen != *" $drain-$1 "* ]]; then
 			seen+="$drain-$1 "
-			echo "$1 $(member cause "$3")$(member reason "$3")"
 			case $1 in
-			draining) rm -f "$ready" ;;
-			cancelled) : >"$ready" ;;
-			flush) sync ;; # what this one has to write
+			draining) rm -f "$ready" && echo "draining $(member cause "$3")" ;;
+			cancelled) : >"$ready" && echo cancelled ;;
+			flush) sync && echo "flush $(member reason "$3")" ;; # what this one has to write
 			esac
 		fi
 		applied=$2
@@ -85,32 +84,24 @@ follow() {
 		http://ebb/v1/session/events 2>/dev/null)
 }
 
-# bye ends the session, so that nothing is thought of the silence that follows.
-bye() {
-	[[ -z $beats ]] || kill "$beats"
-	[[ -z $session ]] || curl -sS -m 5 --unix-socket "$socket" -X DELETE -H "Ebb-Session: $session" http://ebb/v1/session
-	exit
-}
-
 # keep keeps up the session, until this generation is over.
 keep() {
-	local pause=0 end answer beats=''
-	trap bye TERM
+	local pause=0 end answer beats me=$BASHPID
 	while :; do
 		if [[ -n $session ]] && [[ $(call /heartbeat) == unknown-session ]]; then
 			session=''
 		fi
 		if [[ -z $session ]] && answer=$(call ''); then
 			session=$(member session "$answer") applied=0
+			echo "$session" >"$known"
 			echo "session $session"
 		fi
 		end=broken
 		if [[ -n $session ]]; then
-			while beat; sleep 1; do :; done &
+			while kill -0 "$me" 2>/dev/null; do beat; sleep 1; done &
 			beats=$!
 			follow
-			kill "$beats" && wait "$beats" 2>/dev/null
-			beats=''
+			kill "$beats"
 		fi
 		[[ $end != evicted ]] || return
 		# At once when it was there until now, else after 1 s, doubling to 30 s.
@@ -121,6 +112,7 @@ keep() {
 	done
 }
 
+known=$(mktemp)
 mkdir -p "$jobs"
 shopt -s nullglob
 "$@" &
@@ -133,5 +125,9 @@ while kill -0 "$server" 2>/dev/null; do
 	wait "$server"
 	code=$?
 done
-kill -TERM "$keeper" 2>/dev/null && wait "$keeper"
+kill -TERM "$keeper" 2>/dev/null && wait "$keeper" 2>/dev/null
+# The session says goodbye, so that nothing is thought of the silence that follows.
+session=$(<"$known")
+rm -f "$known"
+[[ -z $session ]] || curl -s -m 5 --unix-socket "$socket" -X DELETE -H "Ebb-Session: $session" http://ebb/v1/session >/dev/null
 exit "$code"
