@@ -44,7 +44,8 @@ import (
 //
 // The word after session= has parts, separated by commas: auto registers, follows, acknowledges, answers and beats by itself
 // (without it only commands are followed), twice lets the connection break before each event is applied and again before it
-// is acknowledged, wait=TYPE neither applies nor acknowledges that one before "go", mute does not answer a flush.
+// is acknowledged, wait=TYPE neither applies nor acknowledges that one before "go", mute does not answer a
+// flush, leave ends the process with status 0 after its flush.
 type takePart struct {
 	say  func(format string, args ...any)
 	mode []string
@@ -301,6 +302,9 @@ func (a *takePart) event(kind, data string) error {
 		return errCut
 	}
 	a.call("POST", "/ack", fmt.Sprintf(`{"seq":%d}`, e.Seq)) // again if it comes again
+	if kind == api.SessionFlush && a.is("leave") {
+		os.Exit(0)
+	}
 	return nil
 }
 

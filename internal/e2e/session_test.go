@@ -193,7 +193,7 @@ func TestT12_TheFlushOfASessionIsWaitedFor(t *testing.T) {
 	t.Run("run", func(t *testing.T) {
 		t.Parallel()
 		h := newHost(t)
-		r := h.run("web", with(wideBudget, "--flush", "api"), app(t, "session=auto", "listen="+webAddr, "exit=none")...)
+		r := h.run("web", with(wideBudget, "--flush", "api"), app(t, "session=auto,leave", "listen="+webAddr, "exit=none")...)
 		r.find("a session", func(e drain.Event) bool { return e.Type == api.EventSession })
 		c := h.stuck(webAddr)
 		r.signal(syscall.SIGTERM)
