@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"regexp"
 	"strings"
 	"sync"
@@ -24,8 +25,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ebbproxy/ebb/drain"
+	"github.com/ebbproxy/ebb/internal/agent"
 	"github.com/ebbproxy/ebb/internal/api"
 	"github.com/ebbproxy/ebb/internal/api/apitest"
+	"github.com/ebbproxy/ebb/internal/hook"
 )
 
 // buffer is a bytes.Buffer that a test reads while a command writes.
@@ -431,6 +434,41 @@ func TestWriteDocumentYAML(t *testing.T) {
 	}
 	if again.String() != js.String() {
 		t.Errorf("got %s from\n%s\nwant %s", again.String(), ya.String(), js.String())
+	}
+}
+
+func TestRunHooks(t *testing.T) {
+	for _, tc := range []struct {
+		f    runFlags
+		want agent.RunOptions
+	}{
+		{runFlags{flush: "signal:SIGTERM"}, agent.RunOptions{Flush: hook.Hook{Signal: unix.SIGTERM}}},
+		{runFlags{notify: "signal:QUIT@settled", flush: "http://127.0.0.1:8081/flush"}, agent.RunOptions{
+			Notify: hook.Hook{Signal: unix.SIGQUIT}, Policy: drain.Policy{NotifyAt: drain.NotifyAtSettled}, Flush: hook.Hook{HTTP: "http://127.0.0.1:8081/flush"},
+		}},
+		{runFlags{notify: "exec:/bin/told web@begin", flush: "api", grace: time.Minute, extension: time.Minute}, agent.RunOptions{
+			Notify: hook.Hook{Exec: []string{"/bin/told", "web"}}, Policy: drain.Policy{NotifyAt: drain.NotifyAtBegin}, Flush: hook.Hook{API: true}, Extension: time.Minute,
+		}},
+	} {
+		var got agent.RunOptions
+		if err := tc.f.hooks(&got); err != nil || !reflect.DeepEqual(got, tc.want) {
+			t.Errorf("%+v: got %+v, %v, want %+v", tc.f, got, err, tc.want)
+		}
+	}
+}
+
+// An ebb run below another one serves its command at a socket of its own.
+func TestWhatASupervisorTellsIsNoFlag(t *testing.T) {
+	flags := newRunCmd(&environment{}).Flags()
+	vars := map[string]string{"EBB_APP_SOCKET": "/run/ebb/run/outer.app.sock", "EBB_GRACE": "1h"}
+	if err := applyVariables(flags, func(k string) string { return vars[k] }); err != nil {
+		t.Fatal(err)
+	}
+	if got := flags.Lookup("app-socket").Value.String(); got != "" {
+		t.Errorf("--app-socket: got %q, want none", got)
+	}
+	if got := flags.Lookup("grace").Value.String(); got != "1h0m0s" {
+		t.Errorf("--grace: got %q, want 1h", got)
 	}
 }
 
