@@ -3,6 +3,7 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 
@@ -11,9 +12,20 @@ import (
 
 // Checked is src behind the checks that a [Server] makes of a request, for the owner of backends whose server is another
 // process, which it does not trust.
-func Checked(src Source) Source { return checked{src} }
+func Checked(src Source) Source {
+	if ss, ok := src.(Sessions); ok {
+		return checkedSessions{checked{src}, ss}
+	}
+	return checked{src}
+}
 
 type checked struct{ Source }
+
+// checkedSessions is checked for a Source that has applications.
+type checkedSessions struct {
+	checked
+	Sessions
+}
 
 // maxBy bounds who asks, as maxReason bounds why: both are written into the journal.
 const maxBy = 256
@@ -63,4 +75,35 @@ func (c checked) Cut(ctx context.Context, name string, r CutRequest) (Drain, err
 		return Drain{}, err
 	}
 	return c.Source.Cut(ctx, name, r)
+}
+
+// OpenSession implements Sessions.
+func (c checkedSessions) OpenSession(ctx context.Context, backend string, p Process, r SessionRequest) (Session, error) {
+	if err := cmp.Or(p.check(), r.check()); err != nil {
+		return Session{}, fmt.Errorf("%w: %w", ErrNotPossible, err)
+	}
+	return c.Sessions.OpenSession(ctx, backend, p, r)
+}
+
+// SessionCall implements Sessions.
+func (c checkedSessions) SessionCall(ctx context.Context, backend, id string, p Process, q SessionCall) (Session, error) {
+	if err := cmp.Or(p.check(), checkSessionID(id), q.check()); err != nil {
+		return Session{}, fmt.Errorf("%w: %w", ErrNotPossible, err)
+	}
+	return c.Sessions.SessionCall(ctx, backend, id, p, q)
+}
+
+// SessionEvents implements Sessions.
+func (c checkedSessions) SessionEvents(ctx context.Context, backend, id string, p Process, from, stream uint64) (SessionBatch, error) {
+	if err := cmp.Or(p.check(), checkSessionID(id)); err != nil {
+		return SessionBatch{}, fmt.Errorf("%w: %w", ErrNotPossible, err)
+	}
+	return c.Sessions.SessionEvents(ctx, backend, id, p, from, stream)
+}
+
+func (p Process) check() error {
+	if p.PID <= 0 || p.UID < 0 {
+		return fmt.Errorf("process %d of user %d is none", p.PID, p.UID)
+	}
+	return nil
 }

@@ -401,6 +401,11 @@ func refused(err error) bool {
 
 // send makes a request and turns an answer that is not 2xx into its *Problem.
 func (c *Client) send(ctx context.Context, method, target string, body any) (*http.Response, error) {
+	return c.sendAs(ctx, "", method, target, body)
+}
+
+// sendAs is send for a session; an empty id names none.
+func (c *Client) sendAs(ctx context.Context, session, method, target string, body any) (*http.Response, error) {
 	var r io.Reader
 	if body != nil {
 		b, err := json.Marshal(body)
@@ -415,6 +420,9 @@ func (c *Client) send(ctx context.Context, method, target string, body any) (*ht
 	}
 	if body != nil {
 		req.Header.Set("Content-Type", "application/json")
+	}
+	if session != "" {
+		req.Header.Set(sessionHeader, session)
 	}
 	if c.token != "" {
 		req.Header.Set("Authorization", "Bearer "+c.token)
@@ -446,11 +454,19 @@ func (c *Client) send(ctx context.Context, method, target string, body any) (*ht
 }
 
 func (c *Client) do(ctx context.Context, method, target string, body, answer any) error {
-	resp, err := c.send(ctx, method, target, body)
+	return c.doAs(ctx, "", method, target, body, answer)
+}
+
+// doAs is do for a session. A nil answer is not read.
+func (c *Client) doAs(ctx context.Context, session, method, target string, body, answer any) error {
+	resp, err := c.sendAs(ctx, session, method, target, body)
 	if err != nil {
 		return err
 	}
 	defer resp.Body.Close()
+	if answer == nil {
+		return nil
+	}
 	if err := json.NewDecoder(io.LimitReader(resp.Body, maxAnswer)).Decode(answer); err != nil {
 		return fmt.Errorf("read the answer of %s: %w", c.path, err)
 	}

@@ -4,6 +4,7 @@ package api
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,6 +12,9 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
 
 	"github.com/ebbproxy/ebb/drain"
 )
@@ -129,6 +133,10 @@ func wrongValue(err error, t reflect.Type) string {
 		want = `a duration such as "25s" or "1m30s"`
 	case t.Kind() == reflect.Uint64:
 		want = "a whole number, not negative"
+	case t.Kind() == reflect.Int64:
+		want = "a whole number"
+	case t.Kind() == reflect.Bool:
+		want = "true or false"
 	}
 	return fmt.Sprintf("is %s, want %s", te.Value, want)
 }
@@ -165,6 +173,82 @@ func (r *ExtendRequest) check() error {
 		return &fieldError{Field: "by", Msg: `is required: how much later, a duration greater than 0 such as "30s"`}
 	}
 	return checkReason(r.Reason)
+}
+
+// maxName bounds ids and names of sessions, leases and drains, in bytes.
+const maxName = 128
+
+// maxExtension is longer than any orchestrator waits.
+const maxExtension = 24 * time.Hour
+
+// checkName refuses what cannot be shown on a line.
+func checkName(field, s string) error {
+	printable := !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) })
+	if s == "" || len(s) > maxName || !utf8.ValidString(s) || !printable {
+		return &fieldError{Field: field, Msg: fmt.Sprintf("is required: 1 to %d bytes of printable UTF-8", maxName)}
+	}
+	return nil
+}
+
+// checkSessionID refuses an id that no session has. An empty one names none.
+func checkSessionID(id string) error {
+	if id == "" {
+		return nil
+	}
+	return checkName(sessionHeader, id)
+}
+
+func checkRemaining(n *int64) error {
+	if n != nil && *n < 0 {
+		return &fieldError{Field: "remaining", Msg: fmt.Sprintf("%d is negative", *n)}
+	}
+	return nil
+}
+
+func (r *SessionRequest) check() error {
+	switch {
+	case r.Role != "" && r.Role != RoleApp && r.Role != RoleHolder:
+		return &fieldError{Field: "role", Msg: fmt.Sprintf("%q is neither %s nor %s", string(r.Role), RoleApp, RoleHolder)}
+	case r.Version < 0:
+		return &fieldError{Field: "version", Msg: fmt.Sprintf("%d is negative", r.Version)}
+	}
+	return checkRemaining(r.Remaining)
+}
+
+// check refuses what no session could say, and completes what is left out.
+func (c *SessionCall) check() error {
+	switch c.Op {
+	case "get", "end":
+		return nil
+	case "heartbeat":
+		return checkRemaining(c.Remaining)
+	case "ack":
+		if c.Seq == 0 {
+			return &fieldError{Field: "seq", Msg: "is required: the number of the last event that has arrived"}
+		}
+		return nil
+	case "hold":
+		c.Name = cmp.Or(c.Name, c.ID)
+		c.ID = cmp.Or(c.ID, c.Name)
+		return cmp.Or(checkName("name", c.Name), checkName("id", c.ID))
+	case "release":
+		c.ID = cmp.Or(c.ID, c.Name)
+		return checkName("id", c.ID)
+	case "flushed":
+		if len(c.Error) > maxReason {
+			return &fieldError{Field: "error", Msg: fmt.Sprintf("has %d bytes, at most %d fit", len(c.Error), maxReason)}
+		}
+		return checkName("drain", c.Drain)
+	case "extend":
+		if c.ByMS <= 0 || c.ByMS > maxExtension.Milliseconds() {
+			return &fieldError{Field: "by_ms", Msg: fmt.Sprintf("is required: how much later, 1 to %d milliseconds", maxExtension.Milliseconds())}
+		}
+		if c.Drain == "" {
+			return nil
+		}
+		return checkName("drain", c.Drain)
+	}
+	return fmt.Errorf("%q is nothing that a session says", c.Op)
 }
 
 // CheckOnNew refuses a value of on_new that does not exist.

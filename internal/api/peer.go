@@ -62,7 +62,7 @@ func (e *entrance) withPeer(ctx context.Context, c net.Conn) context.Context {
 	l.pidfd = p.pidfd
 	if e.owner != nil {
 		owner := e.owner(ctx, p)
-		if !e.conns.take(owner, maxConnsPerApp) {
+		if !e.conns.take(owner, connsOf(owner)) {
 			// The server will find it closed.
 			_ = l.Close()
 			return ctx
@@ -74,6 +74,16 @@ func (e *entrance) withPeer(ctx context.Context, c net.Conn) context.Context {
 		})
 	}
 	return context.WithValue(ctx, peerKey{}, p)
+}
+
+// connsOf is the limit of one application's connections, by how many all have. Processes of no backend share a few.
+func connsOf(owner string) func(sum int) int {
+	return func(sum int) int {
+		if owner == "" || sum >= maxAppConns/2 {
+			return fewConnsPerApp
+		}
+		return maxConnsPerApp
+	}
 }
 
 func peerOf(ctx context.Context) *peer {

@@ -26,16 +26,16 @@ import (
 )
 
 // Limits of the server, those of numbers for each listener. They bound what one client can cost; all are far above what
-// the command line needs.
+// the command line needs. What an application has too much of is waited for in its own line, so that its other requests
+// wait and not those of others.
 const (
 	maxBody        = 64 << 10
 	maxHeader      = 16 << 10
 	maxConns       = 128              // open connections; more wait in the backlog
 	maxRequests    = 32               // requests answered at the same time
+	maxPerApp      = 8                // of them for one application, and as many followers
 	maxStreams     = 64               // followers of the event log
-	maxPerApp      = 8                // requests and followers of one application
-	maxConnsPerApp = 16               // connections of one application; more are closed
-	queueTimeout   = 5 * time.Second  // for one of maxRequests to be over
+	queueTimeout   = 5 * time.Second  // for one of the places to be free
 	maxStragglers  = 10_000           // rows of one answer
 	headerTimeout  = 5 * time.Second  // from accept to the end of the header
 	bodyTimeout    = 10 * time.Second // from accept to the end of the body
@@ -43,6 +43,20 @@ const (
 	idleTimeout    = time.Minute      // between two requests of a connection
 	closeTimeout   = 5 * time.Second  // for answers under way when the server stops
 	streamInterval = 15 * time.Second // between two looks at whether a silent follower is still there
+
+	// An application has at most 64 sessions, each with a stream and a connection for what it says. When they all come back
+	// at once, the streams that they had may not be known to be dead yet.
+	maxConnsPerApp   = 192  // connections of one application; more are closed
+	maxAppConns      = 2048 // of all, some 50 KiB each with its stream
+	fewConnsPerApp   = 16   // of one application once half of those of all are open: they are enough for 64 more
+	maxWatchers      = 1024 // streams of sessions
+	maxWatchersOfApp = 128  // of one application
+
+	// What sessions say is quick and must not wait behind what others ask, nor their streams' looks behind what they say.
+	maxSayings      = 32 // answered at the same time
+	maxSayingsOfApp = 4
+	maxAsks         = 32 // looks at what is new for a stream, of all listeners
+	maxAsksOfApp    = 4
 )
 
 //go:embed openapi.json
@@ -85,7 +99,7 @@ type Audit struct {
 	UID     int    // of the caller; -1 if the connection does not tell
 	PID     int    // of the caller; 0 if the connection does not tell
 	By      string // the user, "certificate NAME", "token", or "unknown"
-	Action  string // drain, undrain, extend, cut
+	Action  string // drain, undrain, extend, cut, open-session, end-session, flushed
 	Backend string
 	Drain   string // its id, if there is one
 	Reason  string
@@ -106,7 +120,10 @@ type Options struct {
 // Server serves the API. Its methods may be called from any goroutine.
 type Server struct {
 	o        Options
+	sessions Sessions      // the source's; nil if it has none, and then no route needs them
+	asks     *places       // of looks at what is new for a stream
 	patience time.Duration // queueTimeout; another one in tests
+	slowest  time.Duration // answerTimeout of a session's stream; another one in tests
 }
 
 // NewServer returns a server that is not serving yet.
@@ -117,7 +134,8 @@ func NewServer(o Options) (*Server, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	s := &Server{o: o, patience: queueTimeout}
+	s := &Server{o: o, asks: newPlaces(maxAsks, maxAsksOfApp, "streams are being looked after"), patience: queueTimeout, slowest: answerTimeout}
+	s.sessions, _ = o.Source.(Sessions)
 	if s.o.Audit == nil {
 		s.o.Audit = s.logAudit
 	}
@@ -144,14 +162,27 @@ func (s *Server) ServeProbes(ctx context.Context, ln net.Listener) error {
 }
 
 func (s *Server) serve(ctx context.Context, ln net.Listener, a Access, rs []route) error {
-	limited := limitListener(ln, maxConns)
+	conns := maxConns
+	if a.owner != nil {
+		conns = maxAppConns
+	}
+	limited := limitListener(ln, conns)
 	if a.listen != nil {
 		var err error
 		if limited, err = a.listen(limited); err != nil {
 			return errors.Join(fmt.Errorf("serve the API: %w", err), ln.Close())
 		}
 	}
-	e := &entrance{Server: s, Access: a, requests: make(chan struct{}, maxRequests), streams: make(chan struct{}, maxStreams)}
+	if s.sessions == nil {
+		rs = slices.DeleteFunc(slices.Clone(rs), func(r route) bool { return r.who == apps })
+	}
+	e := &entrance{
+		Server: s, Access: a,
+		requests: newPlaces(maxRequests, maxPerApp, "requests are being answered"),
+		streams:  newPlaces(maxStreams, maxPerApp, "readers follow the events already; end one of them"),
+		sayings:  newPlaces(maxSayings, maxSayingsOfApp, "sessions are being answered"),
+		watchers: newPlaces(maxWatchers, maxWatchersOfApp, "sessions have a stream already; end one of them"),
+	}
 	stopping, stop := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer stop(nil)
 	srv := &http.Server{
@@ -240,7 +271,7 @@ func (c *limitedConn) Close() error {
 type route struct {
 	method, path string
 	kind         kind
-	app          bool // an application may ask for it, of its own backend
+	who          audience
 	handle       func(*Server, http.ResponseWriter, *http.Request) error
 }
 
@@ -251,61 +282,59 @@ const (
 	action      // does something, and is audited
 	stream      // may stay for ever
 	probe       // also served by ServeProbes, and does not wait behind others
+	saying      // of a session, of which there are many
+	doing       // of a session, and is audited
+	watch       // of a session, and may stay for ever
+)
+
+// audited says whether it is recorded who has asked.
+func (k kind) audited() bool { return k == action || k == doing }
+
+// audience is who may ask for a route.
+type audience int
+
+const (
+	operators audience = iota
+	everybody          // an application too, of its own backend
+	apps               // an application, which is what it is about; only if the source has sessions
 )
 
 // routes is the whole API; a test compares it with openapi.json.
 var routes = []route{
-	{"GET", "/v1/backends", look, true, (*Server).getBackends},
-	{"GET", "/v1/backends/{name}", look, true, (*Server).getBackend},
-	{"GET", "/v1/backends/{name}/stragglers", look, true, (*Server).getStragglers},
-	{"POST", "/v1/backends/{name}/drain", action, true, (*Server).postDrain},
-	{"POST", "/v1/backends/{name}/undrain", action, false, (*Server).postUndrain},
-	{"POST", "/v1/backends/{name}/extend", action, false, (*Server).postExtend},
-	{"POST", "/v1/backends/{name}/cut", action, false, (*Server).postCut},
-	{"GET", "/v1/drains", look, true, (*Server).getDrains},
-	{"GET", "/v1/drains/{id}", look, true, (*Server).getDrain},
-	{"GET", "/v1/events", stream, true, (*Server).getEvents},
-	{"GET", "/livez", probe, true, (*Server).getLive},
-	{"GET", "/readyz", probe, false, (*Server).getReady},
-	{"GET", "/readyz/{name}", probe, true, (*Server).getBackendReady},
-	{"GET", "/metrics", probe, false, (*Server).getMetrics},
-	{"GET", "/openapi.json", look, true, (*Server).getOpenAPI},
+	{"GET", "/v1/backends", look, everybody, (*Server).getBackends},
+	{"GET", "/v1/backends/{name}", look, everybody, (*Server).getBackend},
+	{"GET", "/v1/backends/{name}/stragglers", look, everybody, (*Server).getStragglers},
+	{"POST", "/v1/backends/{name}/drain", action, everybody, (*Server).postDrain},
+	{"POST", "/v1/backends/{name}/undrain", action, operators, (*Server).postUndrain},
+	{"POST", "/v1/backends/{name}/extend", action, operators, (*Server).postExtend},
+	{"POST", "/v1/backends/{name}/cut", action, operators, (*Server).postCut},
+	{"GET", "/v1/drains", look, everybody, (*Server).getDrains},
+	{"GET", "/v1/drains/{id}", look, everybody, (*Server).getDrain},
+	{"GET", "/v1/events", stream, everybody, (*Server).getEvents},
+	{"POST", "/v1/session", doing, apps, (*Server).postSession},
+	{"GET", "/v1/session", saying, apps, told[getRequest]},
+	{"DELETE", "/v1/session", doing, apps, done[endRequest]},
+	{"GET", "/v1/session/events", watch, apps, (*Server).getSessionEvents},
+	{"POST", "/v1/session/ack", saying, apps, told[ackRequest]},
+	{"POST", "/v1/session/heartbeat", saying, apps, told[heartbeatRequest]},
+	{"POST", "/v1/session/drain", action, apps, (*Server).postDrain},
+	{"POST", "/v1/session/hold", saying, apps, told[holdRequest]},
+	{"POST", "/v1/session/release", saying, apps, told[releaseRequest]},
+	{"POST", "/v1/session/flushed", doing, apps, done[flushedRequest]},
+	{"POST", "/v1/session/extend", doing, apps, done[extensionRequest]},
+	{"GET", "/livez", probe, everybody, (*Server).getLive},
+	{"GET", "/readyz", probe, operators, (*Server).getReady},
+	{"GET", "/readyz/{name}", probe, everybody, (*Server).getBackendReady},
+	{"GET", "/metrics", probe, operators, (*Server).getMetrics},
+	{"GET", "/openapi.json", look, everybody, (*Server).getOpenAPI},
 }
 
 // entrance is the way in over one listener: who is admitted, and how many at once.
 type entrance struct {
 	*Server
 	Access
-	requests, streams chan struct{}
-	apps, conns       shares // requests and streams, and connections, by the backend whose application asks
-}
-
-// shares counts what each name has taken. The zero value is usable.
-type shares struct {
-	mu    sync.Mutex
-	taken map[string]int
-}
-
-// take takes one more, unless name has n already.
-func (s *shares) take(name string, n int) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.taken[name] >= n {
-		return false
-	}
-	if s.taken == nil {
-		s.taken = make(map[string]int)
-	}
-	s.taken[name]++
-	return true
-}
-
-func (s *shares) give(name string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.taken[name]--; s.taken[name] == 0 {
-		delete(s.taken, name)
-	}
+	requests, streams, sayings, watchers *places
+	conns                                shares // by the backend whose application has made them
 }
 
 // mux answers with problem documents where http.ServeMux would answer in plain text.
@@ -357,6 +386,9 @@ func (e *entrance) dispatch(w http.ResponseWriter, req *http.Request, methods ma
 		return
 	}
 	c, err := e.admit(req)
+	if r.who == apps {
+		req.SetPathValue("name", c.backend)
+	}
 	req = req.WithContext(context.WithValue(req.Context(), callerKey{}, c))
 	if err == nil {
 		err = c.may(r, req.PathValue("name"))
@@ -366,7 +398,7 @@ func (e *entrance) dispatch(w http.ResponseWriter, req *http.Request, methods ma
 		leave, err = e.enter(req.Context(), r, c)
 	}
 	if err != nil {
-		if r.kind == action {
+		if r.kind.audited() {
 			e.audit(req, Audit{Err: err})
 		}
 		writeProblem(w, e.problem(req.Context(), err))
@@ -379,12 +411,14 @@ func (e *entrance) dispatch(w http.ResponseWriter, req *http.Request, methods ma
 	}
 }
 
-// may refuses an application what is not for applications, or not its own.
+// may refuses an application what is not for applications, or not its own, and others what is for applications.
 func (c caller) may(r route, name string) error {
 	switch {
+	case c.backend == "" && r.who == apps:
+		return forbidden("sessions are for the processes of a backend, over the socket of applications: $EBB_APP_SOCKET, or %s", path.Join(RootRunDir, AppSocket))
 	case c.backend == "":
 		return nil
-	case !r.app:
+	case r.who == operators:
 		return forbidden("%s %s is for operators", r.method, r.path)
 	case name != "" && name != c.backend:
 		return forbidden("an application may ask about its own backend only, which is %q", c.backend)
@@ -394,43 +428,20 @@ func (c caller) may(r route, name string) error {
 
 // enter takes a place among those who are answered, for which it waits a little. leave gives it back.
 func (e *entrance) enter(ctx context.Context, r route, c caller) (leave func(), err error) {
-	if r.kind == probe {
+	p, patience := e.requests, e.patience
+	switch r.kind {
+	case probe:
 		return func() {}, nil
+	case stream:
+		p, patience = e.streams, 0
+	case watch:
+		p, patience = e.watchers, 0
+	case saying, doing:
+		p = e.sayings
 	}
-	leaveApp := func() {}
-	if c.backend != "" {
-		if !e.apps.take(c.backend, maxPerApp) {
-			return nil, &Problem{
-				Title: "too many requests", Status: http.StatusTooManyRequests, retry: true,
-				Detail: fmt.Sprintf("%d requests and followers of this application are being answered", maxPerApp),
-			}
-		}
-		leaveApp = func() { e.apps.give(c.backend) }
-	}
-	places, patience, of := e.requests, e.patience, "requests are being answered"
-	if r.kind == stream {
-		places, patience, of = e.streams, 0, "readers follow the events already; end one of them"
-	}
-	leave = func() {
-		<-places
-		leaveApp()
-	}
-	select {
-	case places <- struct{}{}:
-		return leave, nil
-	default:
-	}
-	wait, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	select {
-	case places <- struct{}{}:
-		return leave, nil
-	case <-wait.Done():
-		leaveApp()
-		return nil, &Problem{
-			Title: "busy", Status: http.StatusServiceUnavailable, retry: true, Detail: fmt.Sprintf("%d %s", cap(places), of),
-		}
-	}
+	return p.enter(ctx, c.backend)
 }
 
 func (s *Server) getBackends(w http.ResponseWriter, req *http.Request) error {
@@ -528,10 +539,7 @@ func (s *Server) action(w http.ResponseWriter, req *http.Request, r interface{ c
 		if !c.known() {
 			return errNoPeer
 		}
-		if err := checkContentType(req); err != nil {
-			return err
-		}
-		if err := decodeRequest(req.Body, r); err != nil {
+		if err := decodeBody(req, r); err != nil {
 			return err
 		}
 		if err := r.check(); err != nil {
@@ -554,12 +562,24 @@ func (s *Server) action(w http.ResponseWriter, req *http.Request, r interface{ c
 func (s *Server) audit(req *http.Request, a Audit) {
 	c := callerOf(req.Context())
 	a.Time, a.UID, a.PID, a.By = time.Now(), c.uid, c.pid, c.String()
-	a.Action, a.Backend = path.Base(req.URL.Path), req.PathValue("name")
+	a.Action, a.Backend = actionOf(req), req.PathValue("name")
 	a.Status = http.StatusOK
 	if a.Err != nil {
 		a.Status = s.problem(req.Context(), a.Err).Status
 	}
 	s.o.Audit(a)
+}
+
+// actionOf names what is audited.
+func actionOf(req *http.Request) string {
+	name := path.Base(req.URL.Path)
+	switch {
+	case name == "session" && req.Method == http.MethodDelete:
+		return "end-session"
+	case name == "session":
+		return "open-session"
+	}
+	return name
 }
 
 func (s *Server) logAudit(a Audit) {
@@ -764,6 +784,14 @@ func checkContentType(req *http.Request) error {
 	return nil
 }
 
+// decodeBody reads the body of a request into r, a pointer to a struct of scalars.
+func decodeBody(req *http.Request, r any) error {
+	if err := checkContentType(req); err != nil {
+		return err
+	}
+	return decodeRequest(req.Body, r)
+}
+
 // problem is the answer to err.
 func (s *Server) problem(ctx context.Context, err error) *Problem {
 	var (
@@ -835,13 +863,16 @@ func writeProblem(w http.ResponseWriter, p *Problem) {
 	_, _ = w.Write(append(b, '\n'))
 }
 
-func writeJSON(w http.ResponseWriter, v any) error {
+func writeJSON(w http.ResponseWriter, v any) error { return writeJSONAs(w, http.StatusOK, v) }
+
+func writeJSONAs(w http.ResponseWriter, status int, v any) error {
 	b, err := json.Marshal(v)
 	if err != nil {
 		return fmt.Errorf("encode the answer: %w", err)
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Cache-Control", "no-store")
+	w.WriteHeader(status)
 	_, _ = w.Write(append(b, '\n')) // the reader may have gone
 	return nil
 }

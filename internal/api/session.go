@@ -4,6 +4,7 @@ package api
 
 import (
 	"context"
+	"encoding/json"
 	"time"
 
 	"github.com/ebbproxy/ebb/drain"
@@ -176,4 +177,18 @@ type HeldDuring struct {
 	PID      int      `json:"pid"`      // of the session's process
 	For      Duration `json:"for"`      // from Begin, or from when it was taken, to its release or to now
 	Released bool     `json:"released"` // false: held still, or to the end
+}
+
+// MarshalJSON writes every list as an array, never as null.
+func (s Session) MarshalJSON() ([]byte, error) {
+	type plain Session
+	s.Holds = orEmpty(s.Holds)
+	return json.Marshal(plain(s))
+}
+
+// MarshalJSON writes every list as an array, never as null.
+func (v SessionView) MarshalJSON() ([]byte, error) {
+	type plain SessionView
+	v.Holds = orEmpty(v.Holds)
+	return json.Marshal(plain(v))
 }

@@ -136,6 +136,7 @@ func serveOnce(ctx context.Context, o Options, secrets *secrets) (ready bool, er
 	}()
 	snap := o.Log.Snapshot()
 	h := &hello{UID: os.Geteuid(), Credentials: secrets.paths, Log: snap, Metrics: o.Metrics != nil}
+	_, h.Sessions = o.Source.(api.Sessions)
 	for _, e := range o.Entrances {
 		h.Entrances = append(h.Entrances, entrance{e.Kind, e.GID})
 	}
@@ -284,6 +285,8 @@ func (s *session) do(ctx context.Context, q call) (any, error) {
 	case q.Op == opOwner && s.o.Owns != nil:
 		name, _ := s.o.Owns(ctx, q.N)
 		return name, nil
+	case q.Session != nil:
+		return s.session(ctx, q)
 	case q.Op == opMetrics && s.o.Metrics != nil:
 		return s.metrics(ctx)
 	case q.Op == opAudit && q.Audit != nil && s.o.Audit != nil:
@@ -294,6 +297,22 @@ func (s *session) do(ctx context.Context, q call) (any, error) {
 		}
 		s.o.Audit(r)
 		return struct{}{}, nil
+	}
+	return nil, fmt.Errorf("%q is not a call", q.Op)
+}
+
+// session asks what the process of a backend asks.
+func (s *session) session(ctx context.Context, q call) (any, error) {
+	src, ok := s.o.Source.(api.Sessions)
+	c := q.Session
+	switch {
+	case !ok:
+	case q.Op == opOpenSession && c.Open != nil:
+		return src.OpenSession(ctx, q.Name, c.Process, *c.Open)
+	case q.Op == opSessionCall && c.Call != nil:
+		return src.SessionCall(ctx, q.Name, c.ID, c.Process, *c.Call)
+	case q.Op == opSessionEvents:
+		return src.SessionEvents(ctx, q.Name, c.ID, c.Process, c.From, c.Stream)
 	}
 	return nil, fmt.Errorf("%q is not a call", q.Op)
 }

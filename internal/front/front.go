@@ -75,6 +75,9 @@ func (c *client) serve(ctx context.Context, h *hello, log *slog.Logger) error {
 		return err
 	}
 	o := api.Options{Source: c, Log: events, Audit: c.audit, Logger: log}
+	if h.Sessions {
+		o.Source = sessionsClient{c}
+	}
 	if h.Metrics {
 		o.Metrics = http.HandlerFunc(c.metrics)
 	}
@@ -281,6 +284,26 @@ func (c *client) Ready(ctx context.Context) error { return c.do(ctx, call{Op: op
 // BackendReady implements api.Source.
 func (c *client) BackendReady(ctx context.Context, name string) error {
 	return c.do(ctx, call{Op: opBackendReady, Name: name}, nil)
+}
+
+// sessionsClient is the client of a core that has applications. It is an api.Sessions too.
+type sessionsClient struct{ *client }
+
+var _ api.Sessions = sessionsClient{}
+
+// OpenSession implements api.Sessions.
+func (c sessionsClient) OpenSession(ctx context.Context, backend string, p api.Process, r api.SessionRequest) (api.Session, error) {
+	return ask[api.Session](ctx, c.client, call{Op: opOpenSession, Name: backend, Session: &sessionCall{Process: p, Open: &r}})
+}
+
+// SessionCall implements api.Sessions.
+func (c sessionsClient) SessionCall(ctx context.Context, backend, id string, p api.Process, q api.SessionCall) (api.Session, error) {
+	return ask[api.Session](ctx, c.client, call{Op: opSessionCall, Name: backend, Session: &sessionCall{ID: id, Process: p, Call: &q}})
+}
+
+// SessionEvents implements api.Sessions.
+func (c sessionsClient) SessionEvents(ctx context.Context, backend, id string, p api.Process, from, stream uint64) (api.SessionBatch, error) {
+	return ask[api.SessionBatch](ctx, c.client, call{Op: opSessionEvents, Name: backend, Session: &sessionCall{ID: id, Process: p, From: from, Stream: stream}})
 }
 
 // ownerTimeout bounds the question whose application has connected, during which no other connection is taken.

@@ -24,8 +24,9 @@ const (
 	maxCall = 64 << 10
 	// maxAnswer bounds what the front reads; 10,000 stragglers, the most that can be asked for, take 3 MiB.
 	maxAnswer = 32 << 20
-	// maxCalls are answered at the same time: the requests of four listeners. More wait.
-	maxCalls = 128
+	// maxCalls are answered at the same time: the requests of three listeners, what the sessions of a fourth say, and the
+	// looks for their streams. More wait.
+	maxCalls = 256
 	// callTimeout bounds the core's work for one call.
 	callTimeout = 30 * time.Second
 	// writeTimeout is for the other one to take a message.
@@ -55,6 +56,10 @@ const (
 	opOwner        = "owner"
 	opMetrics      = "metrics"
 	opAudit        = "audit"
+
+	opOpenSession   = "open-session"
+	opSessionCall   = "session"
+	opSessionEvents = "session-events"
 )
 
 // call is what the front asks. Which members count is the operation's matter.
@@ -69,6 +74,17 @@ type call struct {
 	Extend  *api.ExtendRequest  `json:"extend,omitempty"`
 	Cut     *api.CutRequest     `json:"cut,omitempty"`
 	Audit   *audit              `json:"audit,omitempty"`
+	Session *sessionCall        `json:"session,omitempty"`
+}
+
+// sessionCall is what the process of a backend asks.
+type sessionCall struct {
+	ID      string              `json:"id,omitempty"` // of the session
+	Process api.Process         `json:"process"`
+	Open    *api.SessionRequest `json:"open,omitempty"`
+	Call    *api.SessionCall    `json:"call,omitempty"`
+	From    uint64              `json:"from,omitempty"`   // the first event wanted
+	Stream  uint64              `json:"stream,omitempty"` // of the reader
 }
 
 // audit is api.Audit without its time, which is the core's.
@@ -106,6 +122,7 @@ type hello struct {
 	Credentials api.Credentials `json:"credentials"`
 	Log         api.LogSnapshot `json:"log"`
 	Metrics     bool            `json:"metrics"`
+	Sessions    bool            `json:"sessions"` // the core has applications
 }
 
 type entrance struct {
