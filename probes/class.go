@@ -260,10 +260,22 @@ const (
 	turnPeers        // our data came last: it was answered
 )
 
+// past is what the next look needs of a sample: a backend may have a hundred thousand connections.
+type past struct {
+	in, out               uint32 // DataSegsIn, DataSegsOut
+	received, sent, acked uint64
+	queued                uint64
+	quiet                 time.Duration
+}
+
+func (s *Sample) past() past {
+	return past{s.DataSegsIn, s.DataSegsOut, s.received(), s.BytesSent, s.BytesAcked, s.queued(), s.quiet()}
+}
+
 // track is the history of one connection.
 type track struct {
 	at     time.Time // of the last look
-	last   Sample
+	last   past
 	class  Class
 	turn   turn // holds while no byte passes
 	firm   bool // two looks in a row came to this turn by themselves
@@ -314,15 +326,15 @@ func (c *Classifier) Look(now time.Time, samples []Sample, full bool) []Verdict 
 
 func (c *Classifier) judge(t *track, now time.Time, s *Sample, full bool) Verdict {
 	first := t.at.IsZero()
-	in, out := s.DataSegsIn-t.last.DataSegsIn, s.DataSegsOut-t.last.DataSegsOut
+	in, out := s.DataSegsIn-t.last.in, s.DataSegsOut-t.last.out
 	if first {
 		in, out = 0, 0
 	}
 	if in > 0 && out > 0 {
 		t.cycles++
 	}
-	progress := s.BytesAcked != t.last.BytesAcked || s.queued() < t.last.queued()
-	if first || progress || s.queued() == 0 || t.last.queued() == 0 {
+	progress := s.BytesAcked != t.last.acked || s.queued() < t.last.queued
+	if first || progress || s.queued() == 0 || t.last.queued == 0 {
 		t.moved = now
 	}
 	t.take(s, full, first, in, out)
@@ -341,7 +353,7 @@ func (c *Classifier) judge(t *track, now time.Time, s *Sample, full bool) Verdic
 		}
 	}
 	v.Pushing = t.pushing
-	t.at, t.last, t.class = now, *s, v.Class
+	t.at, t.last, t.class = now, s.past(), v.Class
 	return v
 }
 
@@ -391,7 +403,7 @@ func (c *Classifier) class(t *track, now time.Time, s *Sample) Class {
 // take finds out whose turn it is. See [Classifier] for the rule.
 func (t *track) take(s *Sample, full, first bool, in, out uint32) {
 	fresh := turnNow(s, full)
-	still := !first && s.received() == t.last.received() && s.BytesSent == t.last.BytesSent
+	still := !first && s.received() == t.last.received && s.BytesSent == t.last.sent
 	if fresh == turnUnknown && !first && !still {
 		switch {
 		case in > 0 && out == 0:
@@ -456,7 +468,7 @@ func (t *track) push(now time.Time, s *Sample, in, out uint32) {
 		return
 	}
 	t.pushing, t.asked = true, false
-	t.pause = max(t.pause, t.last.quiet()+now.Sub(t.at)-s.quiet())
+	t.pause = max(t.pause, t.last.quiet+now.Sub(t.at)-s.quiet())
 }
 
 // mayBeBeginning says that all that the server has sent may be the reflexes of a connection's beginning.

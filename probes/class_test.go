@@ -124,12 +124,17 @@ func TestClassRemembers(t *testing.T) {
 		{"waiting at two looks stays so", true, []step{{0, tied(100, nil), ClassActive}, {100 * ms, tied(100, nil), ClassActive}, {100 * ms, tied(0, nil), ClassActive}}},
 		{"told idle, told waiting", true, []step{{0, tied(0, nil), ClassIdle}, {100 * ms, tied(100, nil), ClassActive}}},
 		{"idle once acknowledged", false, []step{
-			{0, tied(0, func(s *Sample) { s.Unacked = 40 }), ClassActive},
+			{0, tied(0, func(s *Sample) { s.Unacked, s.BytesAcked = 40, 360 }), ClassActive},
 			{100 * ms, tied(0, nil), ClassIdle}, // without sequence numbers a tie alone would be unknown
 		}},
 		{"read and not answered", false, []step{{0, tied(0, func(s *Sample) { s.Unread = 9 }), ClassActive}, {100 * ms, tied(0, nil), ClassActive}}},
 		{"data in alone", false, []step{{0, tied(0, nil), ClassUnknown}, {100 * ms, tied(0, func(s *Sample) { s.BytesReceived, s.DataSegsIn = 300, 3 }), ClassActive}}},
 		{"data out alone", false, []step{{0, tied(0, nil), ClassUnknown}, {100 * ms, tied(0, func(s *Sample) { s.BytesSent, s.BytesAcked, s.DataSegsOut = 800, 800, 3 }), ClassIdle}}},
+		{"a FIN is no data", false, []step{
+			{0, answered(), ClassIdle},
+			{100 * ms, tied(0, func(s *Sample) { s.State, s.BytesReceived = StateCloseWait, 201 }), ClassIdle},
+			{100 * ms, tied(0, func(s *Sample) { s.State, s.BytesReceived = StateCloseWait, 201 }), ClassIdle},
+		}},
 		{"what held does not hold once bytes have passed", false, []step{
 			{0, answered(), ClassIdle},
 			{100 * ms, tied(0, func(s *Sample) { s.BytesReceived, s.BytesSent, s.DataSegsIn, s.DataSegsOut = 300, 800, 3, 3 }), ClassUnknown},
@@ -190,6 +195,13 @@ func TestPushing(t *testing.T) {
 	if v.Pushing {
 		t.Error("a connection that answers one request after the other is pushing")
 	}
+	run(t, "a pause that began before the look", http1, true, []step{
+		{0, at(1, 1, 10*time.Second), ClassIdle},
+		{time.Second, at(1, 2, 10*ms), ClassActive},
+		{time.Second, at(2, 3, 10*ms), ClassActive},
+		{10 * time.Second, at(2, 3, 10*time.Second), ClassActive}, // it paused for 11 s
+		{13 * time.Second, at(2, 3, 23*time.Second), ClassIdle},
+	})
 	run(t, "ordinary requests", http1, true, []step{
 		{0, at(1, 1, 500*ms), ClassIdle}, {100 * ms, at(2, 2, 10*ms), ClassIdle}, {100 * ms, at(90, 90, 10*ms), ClassIdle},
 	})
