@@ -18,6 +18,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -45,17 +46,18 @@ import (
 // The word after session= has parts, separated by commas: auto registers, follows, acknowledges, answers and beats by itself
 // (without it only commands are followed), twice lets the connection break before each event is applied and again before it
 // is acknowledged, wait=TYPE neither applies nor acknowledges that one before "go", mute does not answer a
-// flush, leave ends the process with status 0 after its flush.
+// flush, leave ends the process with status 0 after its flush, version=N registers with one.
 type takePart struct {
 	say  func(format string, args ...any)
 	mode []string
 
-	mu     sync.Mutex
-	id     string
-	drain  api.SessionDrain // that was announced
-	silent bool
-	stream io.Closer
-	resume chan struct{} // closed by go
+	registration string // its body
+	mu           sync.Mutex
+	id           string
+	drain        api.SessionDrain // that was announced
+	silent       bool
+	stream       io.Closer
+	resume       chan struct{} // closed by go
 
 	applied uint64
 	flushed map[string]bool
@@ -66,7 +68,12 @@ type takePart struct {
 
 // begin takes part until the process ends.
 func (a *takePart) begin() {
-	a.flushed, a.resume = map[string]bool{}, make(chan struct{})
+	a.flushed, a.resume, a.registration = map[string]bool{}, make(chan struct{}), "{}"
+	for _, word := range a.mode {
+		if version, ok := strings.CutPrefix(word, "version="); ok {
+			a.registration = fmt.Sprintf(`{"version":%s}`, version)
+		}
+	}
 	if a.is("auto") {
 		go a.follow()
 		go a.beats()
@@ -176,7 +183,7 @@ func (a *takePart) follow() {
 		id := a.id
 		a.mu.Unlock()
 		if id == "" {
-			if status, answer := a.call("POST", "", "{}"); status == http.StatusCreated {
+			if status, answer := a.call("POST", "", a.registration); status == http.StatusCreated {
 				a.opened(answer)
 			} else {
 				time.Sleep(100 * time.Millisecond)
@@ -389,6 +396,7 @@ func (n *node) partAs(prepare func(*part), mode string, options ...string) *part
 	if p.in, err = p.StdinPipe(); err != nil {
 		n.t.Fatal(err)
 	}
+	p.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	if prepare != nil {
 		prepare(p)
 	}
@@ -396,6 +404,7 @@ func (n *node) partAs(prepare func(*part), mode string, options ...string) *part
 		n.t.Fatalf("start an application: %v", err)
 	}
 	n.t.Cleanup(func() {
+		_ = syscall.Kill(-p.pid(), syscall.SIGKILL) // what it has run too; there may be nothing left
 		if n.t.Failed() {
 			n.t.Logf("application %d:\n%s", p.pid(), strings.Join(p.lines(), "\n"))
 		}

@@ -379,8 +379,8 @@ func TestD6_OneExtensionToTheCap(t *testing.T) {
 	got := n.drains("web", api.DrainRequest{})
 	p.applied(api.SessionDraining)
 	extend := func(ms int) string { return fmt.Sprintf(`POST /extend {"by_ms":%d,"drain":%q}`, ms, got.ID) }
-	p.refuses(extend(5001), http.StatusUnprocessableEntity, "not-possible")
-	s := p.must(extend(5000))
+	p.refuses(`POST /extend {"by_ms":1000,"drain":"d-another"}`, http.StatusConflict, "stale-generation")
+	s := p.must(extend(60_000))
 	if s.Drain == nil || s.Drain.Deadline.Sub(got.Deadline).Round(time.Second) != 5*time.Second {
 		t.Errorf("the deadline was %v and is that of %+v", got.Deadline, s.Drain)
 	}
@@ -477,29 +477,24 @@ func TestSessionsAreOfOnesOwnBackend(t *testing.T) {
 	web := n.part("auto", "listen="+webAddr)
 	other := n.partAs(func(p *part) {
 		p.Path = application()[0]
-		p.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
-	}, "auto", "listen=127.0.0.1:8082")
+		p.SysProcAttr.Credential = &syscall.Credential{Uid: nobody, Gid: nobody}
+	}, "", "listen=127.0.0.1:8082")
 	stranger := n.part("")
 	n.agent()
 	n.sessions("web", 1)
-	n.sessions("other", 1)
-	if s := other.must("GET "); s.Backend != "other" || s.PID != other.pid() {
+	n.ready("other")
+	if s := other.must("POST  {}"); s.Backend != "other" || s.PID != other.pid() {
 		t.Errorf("nobody's session is %+v", s)
 	}
+	other.refuses(`POST  {"backend":"web"}`, http.StatusBadRequest, "bad-request")
 	stranger.refuses("POST  {}", http.StatusForbidden, "forbidden")
-	stranger.refuses(`POST  {"backend":"web"}`, http.StatusForbidden, "forbidden")
 	id := web.says("session", 1)
-	for _, command := range []string{"GET ?session=" + id, `POST /hold?session=` + id + ` {"name":"forged"}`, `DELETE ?session=` + id} {
-		if status, body := stranger.ask(command); status != http.StatusForbidden {
-			t.Errorf("a stranger's %s: got %d %s", command, status, body)
-		}
-	}
-	// nobody, with the header of the other's session.
+	commands := []string{"GET ", "GET /events", `POST /hold {"name":"forged"}`, `POST /heartbeat {}`, `POST /ack {"seq":1}`, "DELETE "}
+	stranger.tell("as " + id)
 	other.tell("as " + id)
-	for _, command := range []string{"GET ", `POST /hold {"name":"forged"}`, `POST /drain {}`, `DELETE `} {
-		if status, body := other.ask(command); command != `POST /drain {}` && (status != http.StatusForbidden && status != http.StatusNotFound) {
-			t.Errorf("%s with the session of another backend: got %d %s", command, status, body)
-		}
+	for _, command := range commands {
+		stranger.refuses(command, http.StatusForbidden, "forbidden")
+		other.refuses(command, http.StatusNotFound, "unknown-session")
 	}
 	if b := n.view("web"); b.State != drain.StateServing || len(b.Sessions) != 1 || len(b.Sessions[0].Holds) > 0 {
 		t.Errorf("web is %s with sessions %+v", b.State, b.Sessions)

@@ -101,15 +101,12 @@ func TestR16_TheApplicationSaysItsVersion(t *testing.T) {
 	}
 	n.set(config("observe"))
 	named(t, n.ns, "old", webAddr, "-graceful")
-	p := n.part("", "listen=127.0.0.1:8082")
+	n.part("auto,version=9", "listen=127.0.0.1:8082")
 	d := n.agent()
 	n.ready("old")
-	n.ready("new")
-	if s := p.must(`POST  {"version":9}`); s.Version != 9 {
-		t.Errorf("got version %d", s.Version)
+	if b := n.sessions("new", 1); b.Sessions[0].Version != 9 {
+		t.Errorf("got version %d", b.Sessions[0].Version)
 	}
-	p.must(`POST /heartbeat {}`)
-	n.sessions("new", 1)
 	if b := n.view("old"); b.State != drain.StateServing {
 		t.Errorf("under observe, old is %s", b.State)
 	}
