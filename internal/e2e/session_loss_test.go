@@ -9,6 +9,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
@@ -42,6 +43,9 @@ func TestR13_SilenceOfAnApplication(t *testing.T) {
 	if b.Ready || b.Drain != nil {
 		t.Errorf("a suspect is ready %t, its drain is %+v", b.Ready, b.Drain)
 	}
+	if silent := time.Since(b.Sessions[0].Heard); silent < 10*time.Second {
+		t.Errorf("it was suspected after %v", silent)
+	}
 	n.shares("other", "other")
 	p.signal(syscall.SIGCONT)
 	n.awaitView("web", "back", func(b api.Backend) bool { return b.State == drain.StateServing && b.Ready })
@@ -54,6 +58,9 @@ func TestR13_SilenceOfAnApplication(t *testing.T) {
 	begun := d.await(drain.EventBegin, "web")
 	if begun.Cause != drain.CauseHeartbeat {
 		t.Errorf("the cause is %s, want heartbeat", begun.Cause)
+	}
+	if silent := begun.Time.Sub(n.view("web").Sessions[0].Heard); silent < 14*time.Second {
+		t.Errorf("it was lost after %v", silent)
 	}
 	// What a lost session holds blocks nothing.
 	if e := d.await(drain.EventFlush, "web"); e.Fields["reason"] == string(drain.FlushDeadline) {
