@@ -66,7 +66,7 @@ directory for sockets.`,
 	root.AddCommand(
 		newRunCmd(env), newAgentCmd(env), newFrontCmd(env), newStatusCmd(env), newExplainCmd(env),
 		newDrainCmd(env), newUndrainCmd(env), newExtendCmd(env), newCutCmd(env),
-		newReportCmd(env), newPrestopCmd(env), newEventsCmd(env), newCheckCmd(env), newOpenCmd(env), newCleanupCmd(env),
+		newReportCmd(env), newPrestopCmd(env), newHoldCmd(env), newEventsCmd(env), newCheckCmd(env), newOpenCmd(env), newCleanupCmd(env),
 		newDemoCmd(env), newVersionCmd(env), newRelayCmd(env), newSystemdCmd(env),
 	)
 	return root
