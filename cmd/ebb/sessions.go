@@ -40,9 +40,9 @@ func leasesText(b api.Backend) string {
 	ls := leases(b)
 	switch n := b.Drain.Blocking["hold"]; {
 	case len(ls) > 0 && b.Drain.FlushReason == "":
-		return fmt.Sprintf("%d held; the flush at zero waits for them", len(ls))
+		return fmt.Sprintf("%d held; the flush at zero waits for the release", len(ls))
 	case len(ls) > 0:
-		return fmt.Sprintf("%d held; the flush has not waited for them", len(ls))
+		return fmt.Sprintf("%d held; the flush has not waited for the release", len(ls))
 	case n > 0:
 		return plural(n, "hold") + " of the application"
 	}
