@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
@@ -119,4 +120,57 @@ func FuzzParseZombie(f *testing.F) {
 			t.Errorf("got code %d of an unknown status", code)
 		}
 	})
+}
+
+// Who speaks for CMD is found by ancestors, as descendants finds those whom CMD has started.
+func TestProcessHas(t *testing.T) {
+	t.Parallel()
+	cmd := exec.Command("sh", "-c", "sleep 60 & echo $!; wait")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	line, err := bufio.NewReader(out).ReadString('\n')
+	if err != nil {
+		t.Fatal(err)
+	}
+	grandchild, err := strconv.Atoi(strings.TrimSpace(line))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		_ = syscall.Kill(grandchild, syscall.SIGKILL)
+		_ = cmd.Wait()
+	}()
+	child := cmd.Process.Pid
+	p := &process{pid: child, done: make(chan struct{})}
+	orphans := &process{pid: 1 << 30, child: true, done: make(chan struct{})}
+	apart := &process{pid: child, done: make(chan struct{})}
+	apart.leaveOut(grandchild)
+	ended := &process{pid: child, done: make(chan struct{})}
+	ended.finish(exit{})
+	for _, tt := range []struct {
+		name string
+		p    *process
+		pid  int
+		want bool
+	}{
+		{"itself", p, child, true},
+		{"its child", p, grandchild, true},
+		{"us", p, os.Getpid(), false},
+		{"our parent", p, os.Getppid(), false},
+		{"nobody", p, 1 << 30, false},
+		{"an orphan of CMD below us", orphans, grandchild, true},
+		{"us, with CMD our child", orphans, os.Getpid(), false},
+		{"our parent, with CMD our child", orphans, os.Getppid(), false},
+		{"a process of ours below CMD", apart, grandchild, false},
+		{"whoever has the number of one that has ended", ended, child, false},
+	} {
+		if got := tt.p.has(tt.pid); got != tt.want {
+			t.Errorf("%s: got %t, want %t", tt.name, got, tt.want)
+		}
+	}
 }
