@@ -93,8 +93,8 @@ type Book struct {
 	up time.Duration
 	at time.Time
 
-	made   time.Time
-	before string // the drain that ran, for the applications, when the book was restored
+	made  time.Time
+	alone time.Duration // on that clock: since when the machine knows of no drain
 
 	dirty   bool // the file is behind
 	failed  bool // the last attempt to write it failed
@@ -115,7 +115,7 @@ type Held struct {
 }
 
 // New makes a book, with what its file says if that is of this generation and boot. A file that cannot be read is put
-// aside, beside itself with the suffix .bad, and until Lost has passed the book holds the flush, since what was held is
+// aside, beside itself with the prefix .bad., and until Lost has passed the book holds the flush, since what was held is
 // not known. What Holds says now must be known to the machine before it runs. The error is one of the options.
 func New(o Options) (*Book, error) {
 	o.Heartbeat = cmp.Or(o.Heartbeat, 3*time.Second)

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -138,7 +139,7 @@ func (b *Book) restore() {
 		st, err = decode(data)
 	}
 	if err != nil {
-		if aside := os.Rename(b.o.File, b.o.File+".bad"); aside != nil {
+		if aside := os.Rename(b.o.File, beside(b.o.File, "bad")); aside != nil {
 			err = errors.Join(err, aside)
 		}
 		b.Unknown, b.changed = true, true
@@ -150,9 +151,6 @@ func (b *Book) restore() {
 		return // of processes that are gone
 	}
 	b.state, b.changed = st, true
-	if t := b.running(); t != nil {
-		b.before = t.ID
-	}
 	for _, s := range slices.Clone(b.Sessions) {
 		s.health, s.heardAt = api.HealthOK, b.made
 		if start := b.started(s.PID); s.Bound && start != 0 && s.Start != 0 && start != s.Start {
@@ -185,13 +183,19 @@ func (b *Book) write() error {
 	if err != nil {
 		return fmt.Errorf("encode sessions: %w", err)
 	}
-	if err := os.WriteFile(b.o.File+".new", data, 0o600); err != nil {
+	next := beside(b.o.File, "new")
+	if err := os.WriteFile(next, data, 0o600); err != nil {
 		return fmt.Errorf("write sessions: %w", err)
 	}
-	if err := os.Rename(b.o.File+".new", b.o.File); err != nil {
+	if err := os.Rename(next, b.o.File); err != nil {
 		return fmt.Errorf("write sessions: %w", err)
 	}
 	return nil
+}
+
+// beside is a file in the same directory that can be no other backend's, since no name begins with a dot.
+func beside(file, what string) string {
+	return filepath.Join(filepath.Dir(file), "."+what+"."+filepath.Base(file))
 }
 
 func bootID() (string, error) {

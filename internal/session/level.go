@@ -210,12 +210,15 @@ func (b *Book) evict() {
 }
 
 // Follow takes the machine's present status: a level, of which the applications are told what they have not been told. It is
-// to be called with each in turn, by one goroutine, and again changes nothing. A machine that is to resume a drain says so
-// within moments, so that one without any, after a restart, is believed only when Suspect has passed.
+// to be called with each in turn, by one goroutine, and again changes nothing. A machine that is new knows of no drain before
+// it has resumed the one that runs, so that it is believed to have none only when Suspect has passed.
 func (b *Book) Follow(s drain.Status) {
 	_ = b.do(func() error {
 		before := b.level
 		b.level = s
+		if s.ID == "" && before.ID != "" {
+			b.alone = b.up
+		}
 		b.meet()
 		if s.Mode != drain.ModeEnforce {
 			return nil
@@ -224,10 +227,8 @@ func (b *Book) Follow(s drain.Status) {
 			switch {
 			case t.ID == s.ID:
 				b.same(t)
-			case t.ID == before.ID:
+			case t.ID == before.ID && s.ID != "": // and not a status that is older than the notice
 				b.conclude(drain.OutcomeCancelled)
-			default:
-				b.resolve()
 			}
 		}
 		if s.State == drain.StateFlushing && s.FlushReason != "" && !s.Over() {
@@ -264,10 +265,10 @@ func (b *Book) same(t *told) {
 	}
 }
 
-// resolve ends, for the applications, a drain of before a restart that nobody knows of any more.
+// resolve ends, for the applications, a drain that the machine of now does not know.
 func (b *Book) resolve() {
 	t := b.running()
-	if t != nil && t.ID == b.before && b.up >= b.o.Suspect && b.level.Mode == drain.ModeEnforce && b.level.ID == "" {
+	if t != nil && b.level.Mode == drain.ModeEnforce && b.level.ID == "" && b.up-b.alone >= b.o.Suspect && time.Since(t.Time) >= b.o.Suspect {
 		b.conclude(drain.OutcomeCancelled)
 	}
 }

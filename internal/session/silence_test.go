@@ -228,6 +228,7 @@ func TestBoundSessionEndsWithItsProcess(t *testing.T) {
 		stop := run(t, b)
 		ids := []string{enter(t, b, 10, api.SessionRequest{Bound: true}), enter(t, b, 11, api.SessionRequest{Bound: true}), enter(t, b, 12, api.SessionRequest{Bound: true})}
 		call(t, b, ids[0], api.SessionCall{Op: "hold", Name: "job"})
+		synctest.Wait()
 		stop()
 		run(t, b) // watches anew
 		ends[10] <- nil
