@@ -106,7 +106,7 @@ func (s *Server) postSession(w http.ResponseWriter, req *http.Request) error {
 		}
 		return session, err
 	}()
-	s.audit(req, Audit{Err: err})
+	s.audit(req, Audit{Status: http.StatusCreated, Err: err})
 	if err != nil {
 		return err
 	}
@@ -126,12 +126,16 @@ func told[T any, P request[T]](s *Server, w http.ResponseWriter, req *http.Reque
 // done is the handler of what a session does; it is audited.
 func done[T any, P request[T]](s *Server, w http.ResponseWriter, req *http.Request) error {
 	call, session, err := say(s, req, P(new(T)))
-	s.audit(req, Audit{Drain: call.Drain, Reason: call.Error, Err: err})
+	status := http.StatusOK
+	if call.Op == "end" {
+		status = http.StatusNoContent
+	}
+	s.audit(req, Audit{Drain: call.Drain, Reason: call.Error, Status: status, Err: err})
 	if err != nil {
 		return err
 	}
 	if call.Op == "end" {
-		w.WriteHeader(http.StatusNoContent)
+		w.WriteHeader(status)
 		return nil
 	}
 	return writeJSON(w, session)

@@ -13,5 +13,8 @@ func RouteNames() []string {
 	return out
 }
 
+// SetSlowest sets how long the reader of a session's stream may take for an event.
+func SetSlowest(s *Server, d time.Duration) { s.slowest = d }
+
 // SetQueueTimeout sets how long a request waits for a place.
 func SetQueueTimeout(s *Server, d time.Duration) { s.patience = d }

@@ -4,6 +4,7 @@ package api_test
 
 import (
 	"bytes"
+	"strings"
 	"testing"
 	"time"
 
@@ -84,6 +85,7 @@ func TestLiveAnswersMatchOpenAPI(t *testing.T) {
 	look()
 	check("GET", "/v1/drains/{id}", "/v1/drains/none", "", 404)
 
+	trySessions(t, v, routes)
 	for _, r := range api.RouteNames() {
 		if !routes[r] {
 			t.Errorf("%s was not tried", r)
@@ -92,4 +94,55 @@ func TestLiveAnswersMatchOpenAPI(t *testing.T) {
 	if !bytes.Contains(f.do("GET", "/v1/backends/web", "", "").body, []byte(`"survivors":[{"peer":"192.0.2.7:40000"`)) {
 		t.Error("the survivors are not in the answer: the schemas were not tried on them")
 	}
+}
+
+// trySessions does the same for the routes of applications, and adds them to routes.
+func trySessions(t *testing.T, v *api.Validator, routes map[string]bool) {
+	f := newApps(t, time.Minute, nil)
+	check := func(method, path, query, body string, status int) string {
+		t.Helper()
+		got, header, text := over(t, connect(t, f.path), method, path+query, body)
+		if got != status {
+			t.Errorf("%s %s: got %d, want %d: %s", method, path, got, status, text)
+		}
+		if got != 204 {
+			if err := v.Response(method, path, got, header.Get("Content-Type"), []byte(text)); err != nil {
+				t.Errorf("%s %s: %v\n%s", method, path, err, text)
+			}
+		}
+		routes[method+" "+path] = true
+		return text
+	}
+	check("POST", "/v1/session", "", `{"role":"chef"}`, 400)
+	check("GET", "/v1/session", "", "", 404)
+	check("POST", "/v1/session", "", `{"role":"holder","version":2,"bound":true}`, 201)
+	check("DELETE", "/v1/session", "", "", 204)
+	check("POST", "/v1/session", "", "", 201)
+	check("POST", "/v1/session/heartbeat", "", `{"remaining":5}`, 200)
+	check("POST", "/v1/session/hold", "", `{"name":"mail"}`, 200)
+	check("POST", "/v1/session/extend", "", `{"by_ms":1000}`, 422)
+	check("POST", "/v1/session/flushed", "", `{"drain":"none"}`, 409)
+	check("POST", "/v1/session/drain", "", `{"reason":"enough"}`, 200)
+	for _, tell := range []func(string, string) error{f.src.Announce, f.src.Flush} {
+		if err := tell("web", "web-7-1"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	f.src.Update("web", func(b *api.Backend) {
+		b.Sessions = f.src.Book("web").Views()
+		b.Drain.Held = f.src.Book("web").HeldDuring("web-7-1")
+		if len(b.Sessions) != 1 || len(b.Sessions[0].Holds) != 1 || len(b.Drain.Held) != 1 {
+			t.Errorf("got %+v and %+v, too few to try the schemas on", b.Sessions, b.Drain.Held)
+		}
+	})
+	check("GET", "/v1/backends", "", "", 200)
+	check("GET", "/v1/session", "", "", 200)
+	check("POST", "/v1/session/hold", "", `{"name":"more"}`, 409)
+	check("POST", "/v1/session/release", "", `{"id":"mail"}`, 200)
+	check("POST", "/v1/session/flushed", "", `{"drain":"web-7-1","error":"half"}`, 200)
+	f.src.Book("web").Close(api.EndEvicted) // and so the stream has an end
+	if text := check("GET", "/v1/session/events", "?from=0", "", 200); strings.Count(text, "data: ") != 4 {
+		t.Errorf("got %s, want a session and three events", text)
+	}
+	check("POST", "/v1/session/ack", "", `{"seq":3}`, 200)
 }

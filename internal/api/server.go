@@ -563,7 +563,7 @@ func (s *Server) audit(req *http.Request, a Audit) {
 	c := callerOf(req.Context())
 	a.Time, a.UID, a.PID, a.By = time.Now(), c.uid, c.pid, c.String()
 	a.Action, a.Backend = actionOf(req), req.PathValue("name")
-	a.Status = http.StatusOK
+	a.Status = cmp.Or(a.Status, http.StatusOK)
 	if a.Err != nil {
 		a.Status = s.problem(req.Context(), a.Err).Status
 	}
