@@ -50,6 +50,10 @@ type Options struct {
 	// nil: nothing does.
 	Started func(pid int) (uint64, error)
 
+	// Hears says whether signs of life can reach this process now, which is not so where another one takes them and does not
+	// answer: silence is not counted meanwhile. It must neither block nor use the book. Nil: always.
+	Hears func() bool
+
 	// Emit, Changed and Stale must not block. They are called one at a time, and before the call that made them necessary
 	// returns, but never by New; they may read the book and must not change it.
 
@@ -150,7 +154,9 @@ func New(o Options) (*Book, error) {
 func (b *Book) do(f func() error) error {
 	b.mu.Lock()
 	now := time.Now()
-	b.up += min(now.Sub(b.at), 2*b.tick())
+	if b.o.Hears == nil || b.o.Hears() {
+		b.up += min(now.Sub(b.at), 2*b.tick())
+	}
 	b.at = now
 	err := f()
 	if b.dirty {

@@ -6,10 +6,11 @@
 // owner acts.
 //
 //	b, err := session.New(session.Options{Backend: "web", Service: "web", Gen: 7, File: path, Started: probes.Started,
-//		Emit: log.Publish, Changed: func() { machine.SetHolds(b.Holds()) }, …})
+//		Emit: publish, Changed: changed, …})
 //	if err != nil {
 //		return err
 //	}
+//	machine.SetHolds(b.Holds())             // before it runs, and in changed
 //	go b.Run(ctx)                           // watches silence and ends of processes
 //	b.Follow(machine.Status())              // at every change of it
 //	err = b.Draining(notice, flushBy)       // in World.Notify

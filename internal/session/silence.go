@@ -116,13 +116,12 @@ func (b *Book) watch(ctx context.Context, s *session) {
 		start := b.started(s.PID)
 		return start == 0 || s.Start == 0 || start == s.Start
 	})
-	if ctx.Err() != nil {
-		return
-	}
 	_ = b.do(func() error {
-		if err != nil {
+		switch {
+		case ctx.Err() != nil: // the session has ended, or Run has
+		case err != nil:
 			b.warn(fmt.Sprintf("the end of process %d cannot be watched, its silence is", s.PID), err)
-		} else {
+		default:
 			b.drop(s, "its process has ended")
 		}
 		return nil

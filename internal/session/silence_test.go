@@ -8,6 +8,7 @@ import (
 	"io"
 	"os/exec"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -160,6 +161,33 @@ func TestR13_OurOwnSilenceIsNobodyElses(t *testing.T) {
 			t.Errorf("10 s after a restart: got %s, want suspect", h)
 		}
 		call(t, b, id, api.SessionCall{Op: "heartbeat"})
+	})
+}
+
+// Nor while who takes the signs of life for this process does not answer.
+func TestR13_SilenceThatNobodyCouldBreakIsNotCounted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var o owner
+		var deaf atomic.Bool
+		opt := o.options()
+		opt.Hears = func() bool { return !deaf.Load() }
+		b := open(t, opt)
+		run(t, b)
+		enter(t, b, 10, api.SessionRequest{})
+		time.Sleep(5 * time.Second)
+		synctest.Wait()
+		deaf.Store(true)
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		if h, why := b.Health(); h != api.HealthOK {
+			t.Errorf("got %s, %s", h, why)
+		}
+		deaf.Store(false)
+		time.Sleep(5 * time.Second)
+		synctest.Wait()
+		if h, _ := b.Health(); h != api.HealthSuspect {
+			t.Errorf("got %s, want suspect", h)
+		}
 	})
 }
 
