@@ -257,9 +257,10 @@ func (s *session) do(ctx context.Context, q call) (any, error) {
 	src := s.o.Source
 	switch {
 	case q.Op == opBackends:
-		return src.Backends(ctx), nil
+		return boundBackends(src.Backends(ctx)), nil
 	case q.Op == opBackend:
-		return src.Backend(ctx, q.Name)
+		b, err := src.Backend(ctx, q.Name)
+		return boundBackends([]api.Backend{b})[0], err
 	case q.Op == opStragglers:
 		return src.Stragglers(ctx, q.Name, min(max(q.N, 1), 10_000))
 	case q.Op == opDrain && q.Drain != nil:
@@ -275,7 +276,7 @@ func (s *session) do(ctx context.Context, q call) (any, error) {
 		q.Cut.By = q.By
 		return src.Cut(ctx, q.Name, *q.Cut)
 	case q.Op == opDrains:
-		return src.Drains(ctx), nil
+		return boundDrains(src.Drains(ctx)), nil
 	case q.Op == opDrainByID:
 		return src.DrainByID(ctx, q.Name)
 	case q.Op == opReadyAll:

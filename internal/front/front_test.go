@@ -32,6 +32,7 @@ import (
 	"github.com/ebbproxy/ebb/internal/api/apitest"
 	"github.com/ebbproxy/ebb/internal/config"
 	"github.com/ebbproxy/ebb/internal/netnstest"
+	sessions "github.com/ebbproxy/ebb/internal/session"
 )
 
 const waitFor = 60 * time.Second
@@ -68,7 +69,7 @@ func TestMain(m *testing.M) {
 type served struct {
 	t       *testing.T
 	log     *api.Log
-	src     *apitest.Source
+	src     *apitest.Apps
 	sock    string
 	probes  string
 	remote  string
@@ -85,7 +86,11 @@ func serve(t *testing.T, change func(*Options)) *served {
 	t.Helper()
 	netnstest.RequireRoot(t)
 	s := &served{t: t, log: api.NewLog(api.LogOptions{}), sock: filepath.Join(t.TempDir(), "s"), done: make(chan error, 1), started: make(chan int, 10), ended: make(chan error, 10)}
-	s.src = apitest.New(s.log, apitest.Web(), apitest.Blind())
+	var err error
+	thresholds := sessions.Options{Heartbeat: 20 * time.Millisecond, Suspect: time.Hour, Lost: 2 * time.Hour}
+	if s.src, err = apitest.NewApps(s.log, thresholds, apitest.Web(), apitest.Blind()); err != nil {
+		t.Fatal(err)
+	}
 	ln, err := api.ListenAs(s.sock, 0o660, 0)
 	if err != nil {
 		t.Fatal(err)

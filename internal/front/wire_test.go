@@ -16,6 +16,7 @@ import (
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
 	"github.com/ebbproxy/ebb/internal/api/apitest"
+	sessions "github.com/ebbproxy/ebb/internal/session"
 )
 
 // captured is a core as one who has taken its front over sees it.
@@ -24,14 +25,18 @@ type captured struct {
 	conn net.Conn
 	link link
 	over chan error // how the core ends it
-	src  *apitest.Source
+	src  *apitest.Apps
 }
 
 func capture(t *testing.T) *captured {
 	t.Helper()
 	own, its := net.Pipe()
 	log := api.NewLog(api.LogOptions{})
-	c := &captured{t: t, conn: its, link: link{conn: its}, over: make(chan error, 1), src: apitest.New(log, apitest.Web())}
+	src, err := apitest.NewApps(log, sessions.Options{}, apitest.Web())
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &captured{t: t, conn: its, link: link{conn: its}, over: make(chan error, 1), src: src}
 	s := &session{o: Options{Source: api.Checked(c.src), Log: log}, link: link{conn: own}, slots: make(chan struct{}, maxCalls), ready: make(chan struct{})}
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() { c.over <- s.listen(ctx) }()
@@ -98,6 +103,15 @@ func TestACoreRefuses(t *testing.T) {
 		{Op: opDrain, Name: "web", By: strings.Repeat("x", 1000), Drain: &api.DrainRequest{Cause: drain.CauseOperator}},
 		{Op: opDrain, Name: "../web", Drain: &api.DrainRequest{Cause: drain.CauseOperator}},
 		{Op: opCut, Name: "web", Cut: &api.CutRequest{}},
+		{Op: opOpenSession, Name: "web"},
+		{Op: opOpenSession, Name: "web", Session: &sessionCall{Process: api.Process{PID: 1}}},
+		{Op: opOpenSession, Name: "web", Session: &sessionCall{Open: &api.SessionRequest{}}},
+		{Op: opOpenSession, Name: "../web", Session: &sessionCall{Process: api.Process{PID: 1}, Open: &api.SessionRequest{}}},
+		{Op: opOpenSession, Name: "web", Session: &sessionCall{Process: api.Process{PID: 1}, Open: &api.SessionRequest{Role: "root"}}},
+		{Op: opSessionCall, Name: "web", Session: &sessionCall{Process: api.Process{PID: 1}, Call: &api.SessionCall{Op: "get"}}},
+		{Op: opSessionCall, Name: "web", Session: &sessionCall{Process: api.Process{PID: 1}, Call: &api.SessionCall{Op: "hold", Name: strings.Repeat("x", 1000)}}},
+		{Op: opSessionCall, Name: "web", Session: &sessionCall{ID: strings.Repeat("x", 1000), Process: api.Process{PID: 1}, Call: &api.SessionCall{Op: "get"}}},
+		{Op: opSessionEvents, Name: "web", Session: &sessionCall{Process: api.Process{PID: -1}}},
 	} {
 		q.ID = uint64(i)
 		if err := c.link.write(q, maxCall); err != nil {
@@ -107,8 +121,8 @@ func TestACoreRefuses(t *testing.T) {
 			t.Errorf("%+v: got %+v, want an error", q, a)
 		}
 	}
-	if n := len(c.src.Drains(t.Context())); n != 0 {
-		t.Errorf("%d drains were begun", n)
+	if n, apps := len(c.src.Drains(t.Context())), c.src.Book("web").Apps(); n != 0 || apps != 0 {
+		t.Errorf("%d drains were begun and %d sessions opened", n, apps)
 	}
 	// It still answers.
 	if err := c.link.write(call{ID: 99, Op: opBackends}, maxCall); err != nil {
@@ -122,7 +136,7 @@ func TestACoreRefuses(t *testing.T) {
 
 func TestACoreBoundsWhatIsUnderWay(t *testing.T) {
 	c := capture(t)
-	src := &slow{Source: c.src, hold: make(chan struct{})}
+	src := &slow{Source: c.src.Source, hold: make(chan struct{})}
 	own, its := net.Pipe()
 	defer own.Close()
 	defer its.Close()
@@ -200,9 +214,16 @@ func FuzzCall(f *testing.F) {
 	f.Add([]byte(`{"id":1,"op":"drain","name":"web","by":"root","drain":{"grace":"5s","on_new":"refuse","cause":"operator"}}`))
 	f.Add([]byte(`{"id":1,"op":"extend","name":"web","extend":{"by":"5s"}}`))
 	f.Add([]byte(`{"id":2,"op":"audit","audit":{"uid":0,"pid":1,"by":"","action":"cut","backend":"","drain":"","reason":"","status":200,"err":""}}`))
+	f.Add([]byte(`{"id":3,"op":"open-session","name":"web","session":{"process":{"pid":7,"uid":0},"open":{"role":"holder","version":1,"bound":true}}}`))
+	f.Add([]byte(`{"id":4,"op":"session","name":"web","session":{"id":"a","process":{"pid":7,"uid":0},"call":{"op":"hold","name":"mail"}}}`))
+	f.Add([]byte(`{"id":5,"op":"session-events","name":"web","session":{"process":{"pid":7,"uid":0},"from":1,"stream":2}}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		log := api.NewLog(api.LogOptions{})
-		s := &session{o: Options{Source: api.Checked(apitest.New(log, apitest.Web())), Log: log, Audit: func(api.Audit) {}}}
+		src, err := apitest.NewApps(log, sessions.Options{}, apitest.Web())
+		if err != nil {
+			t.Fatal(err)
+		}
+		s := &session{o: Options{Source: api.Checked(src), Log: log, Audit: func(api.Audit) {}}}
 		var q call
 		if decode(b, &q) != nil {
 			return
