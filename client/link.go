@@ -160,8 +160,9 @@ func (s *Session) register(ctx context.Context) (string, error) {
 	}
 	s.do(func() {
 		s.id, s.seq, s.acked = ws.ID, 0, 0
-		for _, l := range s.leases {
-			l.sent = false
+		for name, l := range s.leases {
+			l.told, l.known = false, false
+			s.forget(name, l)
 		}
 		s.heardNow()
 		s.level(ws)

@@ -107,22 +107,24 @@ func (s *Session) nextMessage(now time.Time) *message {
 	}
 	for name, l := range s.leases {
 		switch {
-		case l.n > 0 && !l.sent:
+		case l.n > 0 && !l.known:
+			l.told = true
 			return &message{path: "hold", in: wireCall{ID: name, Name: name}, done: func(answered bool, err error) {
 				if !answered {
 					err = nil // held here alone, until the agent can be told
 				}
-				l.sent = answered // what is refused is not asked again
+				l.known = answered // what is refused is not asked again
 				s.answerHolds(name, l, err)
 			}}
-		case l.n == 0 && l.sent:
+		case l.n == 0 && l.told:
+			l.known = false // a hold that begins meanwhile is told anew
 			return &message{path: "release", in: wireCall{ID: name}, done: func(answered bool, _ error) {
-				l.sent = !answered
+				l.told = !answered
 				s.forget(name, l)
 			}}
 		}
 	}
-	if now.Before(s.beat) {
+	if now.Before(s.beat) && s.retry.IsZero() { // after one that was lost, any will do to find out
 		return nil
 	}
 	return &message{path: "heartbeat", in: wireCall{Remaining: s.remaining}, done: func(bool, error) {}}

@@ -405,7 +405,8 @@ func (s *Session) snapshot() Status {
 // lease is what is held under one name, however often.
 type lease struct {
 	n       int  // holds
-	sent    bool // the agent knows
+	told    bool // the agent may know: a request may have arrived whose answer was lost
+	known   bool // the agent knows, or has refused
 	waiters []chan error
 }
 
@@ -441,7 +442,7 @@ func (s *Session) hold(name string, answer chan error) {
 	}
 	l.n++
 	s.heldChanged()
-	if l.sent || !s.connected() {
+	if l.known || !s.connected() {
 		answer <- nil
 		return
 	}
@@ -463,9 +464,9 @@ func (s *Session) release(name string, n int) {
 	s.nudge()
 }
 
-// forget drops a lease that is neither held nor known to the agent.
+// forget drops a lease that is neither held nor told.
 func (s *Session) forget(name string, l *lease) {
-	if l.n == 0 && !l.sent {
+	if l.n == 0 && !l.told {
 		delete(s.leases, name)
 	}
 }
