@@ -56,7 +56,8 @@ type run struct {
 	id, cause         string // of the agent's drain; a cause of our own if the id is empty
 	deadline, flushBy time.Time
 	led               bool               // the agent has announced it
-	own               bool               // begun by this process too: nobody takes it back
+	own               bool               // begun by this process too, with a deadline of its own
+	committed         bool               // too far gone to be taken back
 	ask               string             // why, if the agent is still to be asked for a drain
 	cancel            context.CancelFunc // ends alone; nil: it does not run
 }
@@ -95,7 +96,7 @@ func (s *Session) begin(cause string, deadline time.Time) {
 		s.announce(d)
 		s.nudge()
 	}
-	d.own = true
+	d.own, d.committed = true, true
 	if deadline.Before(d.deadline) {
 		d.deadline = deadline
 	}
@@ -129,7 +130,7 @@ func (s *Session) lead() {
 	case agent && d.cancel != nil:
 		d.cancel()
 		d.cancel = nil
-	case !agent && d.cancel == nil && d.own:
+	case !agent && d.cancel == nil && d.committed:
 		s.restart()
 	}
 }
@@ -358,13 +359,26 @@ func (s *Session) moved(d *run, ev wireEvent, deadline, flushBy time.Time) {
 	d.deadline, d.flushBy = deadline, flushBy
 }
 
-// takeBack ends a drain as if it had not been. One that is ours goes on alone.
+// Commit is for a server that does what cannot be undone, such as closing its listener while it is only draining: if the agent takes the running drain back after
+// that, the session goes on with it alone, to the end. It returns false if no drain runs.
+func (s *Session) Commit() bool {
+	ok := false
+	s.do(func() {
+		if ok = s.drain != nil; ok {
+			s.drain.committed = true
+			s.lead()
+		}
+	})
+	return ok
+}
+
+// takeBack ends a drain as if it had not been. One that is committed goes on alone.
 func (s *Session) takeBack(drain string) {
 	d := s.drain
 	if d == nil || d.id != drain || s.status.Flushing {
 		return
 	}
-	if d.own {
+	if d.committed {
 		d.led, d.id = false, ""
 		s.lead()
 		return

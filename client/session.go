@@ -140,7 +140,7 @@ type Status struct {
 //
 //	serving ──draining, signal, Stop──► draining ──flush, flush_by, zero──► flushing ──► over
 //	   ▲                                   │
-//	   └────────────── cancelled ──────────┘ (not of a drain that this process began)
+//	   └────────────── cancelled ──────────┘ (unless this process began it, or a server is too far gone)
 type Session struct {
 	o      Options
 	wire   *wire
