@@ -984,14 +984,13 @@ func onePair(at netip.AddrPort, seed uint64, pairs *sync.Map) error {
 		a.resetAt = -1 // or else it might never come to the backend
 	}
 	v, _ := pairs.LoadOrStore(key, make(chan accepted, 1))
-	ch := v.(chan accepted)
-	defer pairs.Delete(key)
 	var peer accepted
 	select {
-	case peer = <-ch:
+	case peer = <-v.(chan accepted):
 	case <-time.After(patience):
 		return errors.New("the connection does not come to the backend")
 	}
+	pairs.Delete(key) // while nobody else can have this port
 	defer close(peer.done)
 	peer.c.SetDeadline(time.Now().Add(patience))
 	var wg sync.WaitGroup
