@@ -94,8 +94,7 @@ type node struct {
 // owner.
 func RunAgent(ctx context.Context, o AgentOptions) error {
 	sigs := make(chan os.Signal, 8)
-	signal.Notify(sigs, unix.SIGTERM, unix.SIGINT, unix.SIGHUP)
-	defer signal.Stop(sigs)
+	signal.Notify(sigs, unix.SIGTERM, unix.SIGINT, unix.SIGHUP) // to the end of the process, as in catchSignals
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}

@@ -154,8 +154,7 @@ type paths struct{ dir, sock, apps, journal string }
 // own; the code already says so.
 func Run(ctx context.Context, o RunOptions) (int, error) {
 	// First of all, so that no signal is lost to a start that is under way.
-	sigs, stop := catchSignals()
-	defer stop()
+	sigs := catchSignals()
 	r, err := newRunner(o)
 	if err != nil {
 		return ExitFailure, err

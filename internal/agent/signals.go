@@ -50,8 +50,9 @@ func ParseSignal(s string) (syscall.Signal, error) {
 
 // catchSignals delivers every signal that can be caught. It is called before anything else, so that a stop that
 // comes while the run is still starting is not lost. A signal that we were started with ignored, as nohup does with
-// SIGHUP, stays ignored, for CMD too; a caught one is reset by CMD's exec.
-func catchSignals() (<-chan os.Signal, func()) {
+// SIGHUP, stays ignored, for CMD too; a caught one is reset by CMD's exec. They are caught to the end of the process: one that
+// comes in its last moments changes no exit code.
+func catchSignals() <-chan os.Signal {
 	c := make(chan os.Signal, 64)
 	var list []os.Signal
 	for n := syscall.Signal(1); n < 65; n++ {
@@ -61,5 +62,5 @@ func catchSignals() (<-chan os.Signal, func()) {
 		list = append(list, n)
 	}
 	signal.Notify(c, list...)
-	return c, func() { signal.Stop(c) }
+	return c
 }
