@@ -326,6 +326,34 @@ func TestR8_DrainWaitListsSurvivorsOfAProcessThatLeft(t *testing.T) {
 	}
 }
 
+// A lease that was held when the wait began is not said to have been held to the end by a process that left.
+func TestDrainWaitKnowsNoLeasesOfAProcessThatLeft(t *testing.T) {
+	dir := shortDir(t)
+	f := mustFake(t, dir, "web", apitest.Web())
+	d, err := f.source.Drain(t.Context(), "web", api.DrainRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.source.Update("web", func(b *api.Backend) {
+		now := *b.Drain
+		now.Held = []api.HeldDuring{{Name: "job", PID: 4300}}
+		b.Drain = &now
+	})
+	stderr := newBuffer()
+	code := start(t.Context(), testEnv(dir, io.Discard, stderr, nil, "drain", "web", "--wait"))
+	stderr.waitFor(t, "phase stop_new")
+	f.log.Publish(drain.Event{Type: drain.EventEnd, Backend: "web", Drain: d.ID, Phase: drain.PhaseDone, Outcome: drain.OutcomeDrained, Message: "over"})
+	if err := f.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if got := wait(t, code); got != 0 {
+		t.Errorf("exit code: got %d, want 0: %s", got, stderr)
+	}
+	if stderr.waitFor(t, "web: drained at"); strings.Contains(stderr.String(), "not released") {
+		t.Errorf("got %q", stderr)
+	}
+}
+
 // command is ebb in a process of its own.
 func command(t *testing.T, dir string, args ...string) (*exec.Cmd, *buffer, *buffer) {
 	t.Helper()

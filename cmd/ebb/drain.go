@@ -489,6 +489,7 @@ func awaitEnds(ctx context.Context, tail *api.Tail, giveUp context.CancelFunc, g
 		default:
 			learn(&t.drain, ev)
 			t.drain.Outcome, t.drain.Ended = ev.Outcome, &ev.Time
+			t.drain.Held = nil // what was held when we asked need not have been to the end
 			// It may still be there to tell the rest.
 			if full, err := c.DrainByID(ctx, t.drain.ID); err == nil && full.Outcome == ev.Outcome {
 				t.drain = full
