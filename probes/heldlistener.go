@@ -79,7 +79,7 @@ func (h *HeldListener) Accept(wait time.Duration) (fd int, ok bool, err error) {
 
 // Owned reports whether one of the processes still holds the listener.
 func (h *HeldListener) Owned(pids []int) (bool, error) {
-	held, err := sockets(pids)
+	held, err := sockets(pids, map[uint64]bool{h.inode: true})
 	if err != nil {
 		return false, err
 	}

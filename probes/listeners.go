@@ -30,34 +30,57 @@ type Listener struct {
 // descriptor is where a process holds a socket.
 type descriptor struct{ pid, fd int }
 
-// sockets maps the inode of each socket that the processes hold to the descriptor of the lowest pid, and there the
-// lowest number. Processes that have exited hold none.
-func sockets(pids []int) (map[uint64]descriptor, error) {
+// sockets maps the inode of each wanted socket that the processes hold to the descriptor of the lowest pid, and there the
+// lowest number. Processes that have exited hold none. A nil wanted is every socket. An application may hold a hundred thousand
+// connections besides the few sockets that are wanted, so the descriptors are read no further than to the last of those.
+func sockets(pids []int, wanted map[uint64]bool) (map[uint64]descriptor, error) {
 	held := map[uint64]descriptor{}
 	pids = slices.Clone(pids)
 	slices.Sort(pids)
 	for _, pid := range pids {
-		dir := fmt.Sprintf("/proc/%d/fd", pid)
-		fds, err := Numbers(dir)
-		switch {
-		case errors.Is(err, os.ErrNotExist), errors.Is(err, unix.ESRCH):
-			continue
-		case err != nil:
-			return nil, fmt.Errorf("list descriptors of process %d: %w", pid, err)
+		if wanted != nil && len(held) == len(wanted) {
+			break
 		}
-		for _, fd := range fds {
-			to, err := os.Readlink(dir + "/" + strconv.Itoa(fd))
-			if err != nil {
-				continue // closed meanwhile
-			}
-			if inode, ok := parseSocketLink(to); ok {
-				if _, have := held[inode]; !have {
-					held[inode] = descriptor{pid, fd}
-				}
-			}
+		if err := socketsOf(pid, wanted, held); err != nil {
+			return nil, fmt.Errorf("list descriptors of process %d: %w", pid, err)
 		}
 	}
 	return held, nil
+}
+
+// socketsOf adds those of one process to held.
+func socketsOf(pid int, wanted map[uint64]bool, held map[uint64]descriptor) error {
+	dir, err := os.Open(fmt.Sprintf("/proc/%d/fd", pid))
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	defer dir.Close()
+	fds, err := numbers(dir)
+	if errors.Is(err, unix.ESRCH) || errors.Is(err, os.ErrNotExist) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	var link [64]byte
+	for _, fd := range fds {
+		n, err := unix.Readlinkat(int(dir.Fd()), strconv.Itoa(fd), link[:])
+		if err != nil {
+			continue // closed meanwhile
+		}
+		inode, ok := parseSocketLink(string(link[:n]))
+		if !ok || wanted != nil && !wanted[inode] {
+			continue
+		}
+		if _, have := held[inode]; have {
+			continue
+		}
+		if held[inode] = (descriptor{pid, fd}); wanted != nil && len(held) == len(wanted) {
+			return nil
+		}
+	}
+	return nil
 }
 
 // parseSocketLink reads "socket:[12345]".
@@ -80,12 +103,16 @@ func parseSocketLink(s string) (uint64, bool) {
 // An MPTCP listener shows in the kernel's tables as the TCP socket beneath it, with the inode of the MPTCP one. That it
 // is MPTCP is known from the module mptcp_diag, and failing that from the socket itself.
 func Listeners(d *Diag, pids []int) ([]Listener, error) {
-	held, err := sockets(pids)
+	ctx := context.Background() // a walk over listeners is short
+	socks, err := d.Dump(ctx, Filter{States: 1 << StateListen})
 	if err != nil {
 		return nil, err
 	}
-	ctx := context.Background() // a walk over listeners is short
-	socks, err := d.Dump(ctx, Filter{States: 1 << StateListen})
+	wanted := make(map[uint64]bool, len(socks))
+	for _, s := range socks {
+		wanted[uint64(s.Inode)] = true
+	}
+	held, err := sockets(pids, wanted)
 	if err != nil {
 		return nil, err
 	}
@@ -147,9 +174,15 @@ func isMPTCP(pid, fd int, inode uint64) bool {
 }
 
 // Locate fills in PID and FD of samples that were observed without them, by the inode. What none of the processes
-// holds keeps FD -1. It reads every descriptor of the processes, so call it only when something is to be done.
+// holds keeps FD -1. It reads the descriptors of the processes, so call it only when something is to be done.
 func Locate(pids []int, samples []Sample) error {
-	held, err := sockets(pids)
+	wanted := make(map[uint64]bool, len(samples))
+	for _, s := range samples {
+		if s.FD < 0 {
+			wanted[s.Inode] = true
+		}
+	}
+	held, err := sockets(pids, wanted)
 	if err != nil {
 		return err
 	}

@@ -34,7 +34,7 @@ const (
 // what a drain of their TCP listeners does not cover. UDP sockets are those of d's network namespace; with a nil d, or
 // without the module udp_diag, those of each process's own.
 func NotCovered(d *Diag, pids []int) ([]Uncovered, error) {
-	held, err := sockets(pids)
+	held, err := sockets(pids, nil)
 	if err != nil || len(held) == 0 {
 		return nil, err
 	}

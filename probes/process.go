@@ -132,7 +132,11 @@ func Numbers(dir string) ([]int, error) {
 		return nil, err
 	}
 	defer f.Close()
-	names, err := f.Readdirnames(-1)
+	return numbers(f)
+}
+
+func numbers(dir *os.File) ([]int, error) {
+	names, err := dir.Readdirnames(-1)
 	if err != nil {
 		return nil, err
 	}
