@@ -157,6 +157,7 @@ type httpServer struct {
 	s    *Session
 	next http.Handler
 	c    config
+	last arrival // of a request
 
 	mu      sync.Mutex
 	busy    int // connections that carry a request, and handlers
@@ -208,6 +209,7 @@ func (h *httpServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	switch {
 	case h.c.readyPath == "" || r.URL.Path != h.c.readyPath:
+		h.last.now()
 		h.next.ServeHTTP(w, r)
 	case draining:
 		http.Error(w, "draining", http.StatusServiceUnavailable)
@@ -244,9 +246,10 @@ func (h *httpServer) add(n int) {
 	}
 }
 
-// Pause is that of Server.
+// Pause is that of Server. What asks for readiness alone, each time over a new connection since the last one was ended, does not
+// keep the listener open.
 func (h *httpServer) Pause(ctx context.Context, quiet time.Duration) error {
-	return h.l.Pause(ctx, quiet)
+	return h.last.pause(ctx, quiet)
 }
 
 // StopNew is that of Server.
@@ -272,18 +275,6 @@ func (h *httpServer) Wait(ctx context.Context) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		}
-	}
-}
-
-// pause waits for d, or returns the error of ctx.
-func pause(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
 	}
 }
 

@@ -26,7 +26,7 @@ func Listen(ctx context.Context, network, address string) (net.Listener, error) 
 // any goroutine.
 type Listener struct {
 	net.Listener
-	last    atomic.Int64  // time of the last arrival, Unix in nanoseconds
+	last    arrival       // of a connection
 	closing chan struct{} // closed by Finish
 	finish  sync.Once
 	done    chan struct{} // closed when it is closed
@@ -42,7 +42,7 @@ func NewListener(l net.Listener) *Listener {
 func (l *Listener) Accept() (net.Conn, error) {
 	c, err := l.Listener.Accept()
 	if err == nil {
-		l.last.Store(time.Now().UnixNano())
+		l.last.now()
 		return c, nil
 	}
 	if l.finishing() {
@@ -93,21 +93,38 @@ func (l *Listener) Finish() {
 
 // Pause returns nil once nothing has arrived for quiet, counted from the call at the earliest, else the error of ctx.
 func (l *Listener) Pause(ctx context.Context, quiet time.Duration) error {
+	return l.last.pause(ctx, quiet)
+}
+
+// arrival is the time of the last one, Unix in nanoseconds.
+type arrival struct{ atomic.Int64 }
+
+func (a *arrival) now() { a.Store(time.Now().UnixNano()) }
+
+func (a *arrival) pause(ctx context.Context, quiet time.Duration) error {
 	from := time.Now()
 	for {
-		if last := time.Unix(0, l.last.Load()); last.After(from) {
+		if last := time.Unix(0, a.Load()); last.After(from) {
 			from = last
 		}
 		left := time.Until(from.Add(quiet))
 		if left <= 0 {
 			return nil
 		}
-		timer := time.NewTimer(left)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-			return ctx.Err()
+		if err := pause(ctx, left); err != nil {
+			return err
 		}
+	}
+}
+
+// pause waits for d, or returns the error of ctx.
+func pause(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
 	}
 }
