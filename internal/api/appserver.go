@@ -251,6 +251,9 @@ type eventsView struct {
 // returns an error for the answer if nothing is written yet; afterwards there is nobody to tell.
 func (v *eventsView) serve(stopping, gone context.Context) error {
 	b, err := v.look(stopping)
+	if err != nil && stopping.Err() != nil {
+		return &Problem{Title: "stopping", Status: http.StatusServiceUnavailable, retry: true, Detail: context.Cause(stopping).Error()}
+	}
 	if err != nil {
 		return err
 	}
@@ -305,7 +308,7 @@ func (v *eventsView) put(b SessionBatch) (over bool, err error) {
 		if err := v.write(ev.Type, ev.Seq, ev); err != nil {
 			return false, err
 		}
-		v.from = max(v.from, ev.Seq+1)
+		v.from = max(v.from, ev.Seq+1) // one without a number is 0
 		if ev.Type == SessionEnd {
 			b.End, over = "", true // which is numbered
 		}

@@ -185,7 +185,7 @@ const maxExtension = 24 * time.Hour
 func checkName(field, s string) error {
 	printable := !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) })
 	if s == "" || len(s) > maxName || !utf8.ValidString(s) || !printable {
-		return &fieldError{Field: field, Msg: fmt.Sprintf("is required: 1 to %d bytes of printable UTF-8", maxName)}
+		return &fieldError{Field: field, Msg: fmt.Sprintf("want 1 to %d bytes of printable UTF-8", maxName)}
 	}
 	return nil
 }
@@ -241,7 +241,7 @@ func (c *SessionCall) check() error {
 		return checkName("drain", c.Drain)
 	case "extend":
 		if c.ByMS <= 0 || c.ByMS > maxExtension.Milliseconds() {
-			return &fieldError{Field: "by_ms", Msg: fmt.Sprintf("is required: how much later, 1 to %d milliseconds", maxExtension.Milliseconds())}
+			return &fieldError{Field: "by_ms", Msg: fmt.Sprintf("how much later, want 1 to %d milliseconds", maxExtension.Milliseconds())}
 		}
 		if c.Drain == "" {
 			return nil

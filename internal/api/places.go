@@ -31,48 +31,54 @@ func newPlaces(n, perApp int, of string) *places {
 }
 
 // enter takes a place, for which it waits until ctx is over, first in the line of its application. app is empty for who is
-// none. leave gives the place back.
-func (p *places) enter(ctx context.Context, app string) (leave func(), err error) {
-	leave = func() {}
+// none. What it returns gives the place back. The error is a *Problem.
+func (p *places) enter(ctx context.Context, app string) (func(), error) {
+	leaveApp := func() {}
 	if app != "" {
-		p.mu.Lock()
-		s := p.apps[app]
-		if s == nil {
-			s = &share{taken: make(chan struct{}, p.perApp)}
-			p.apps[app] = s
-		}
-		s.users++
-		p.mu.Unlock()
-		forget := func() {
-			p.mu.Lock()
-			defer p.mu.Unlock()
-			if s.users--; s.users == 0 {
-				delete(p.apps, app)
-			}
-		}
+		s := p.share(app)
 		if !take(ctx, s.taken) {
-			forget()
+			p.forget(app, s)
 			return nil, &Problem{
 				Title: "too many requests", Status: http.StatusTooManyRequests, retry: true,
 				Detail: fmt.Sprintf("of this application %d %s", p.perApp, p.of),
 			}
 		}
-		leave = func() {
+		leaveApp = func() {
 			<-s.taken
-			forget()
+			p.forget(app, s)
 		}
 	}
 	if !take(ctx, p.all) {
-		leave()
+		leaveApp()
 		return nil, &Problem{
 			Title: "busy", Status: http.StatusServiceUnavailable, retry: true, Detail: fmt.Sprintf("%d %s", cap(p.all), p.of),
 		}
 	}
-	leaveApp := leave // leave is the result, which the function below becomes
 	return func() {
 		<-p.all
 		leaveApp()
 	}, nil
+}
+
+// share is that of an application, for one more user; forget is for one less.
+func (p *places) share(app string) *share {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := p.apps[app]
+	if s == nil {
+		s = &share{taken: make(chan struct{}, p.perApp)}
+		p.apps[app] = s
+	}
+	s.users++
+	return s
+}
+
+func (p *places) forget(app string, s *share) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s.users--; s.users == 0 {
+		delete(p.apps, app)
+	}
 }
 
 // take puts an element into c, for which it waits until ctx is over.

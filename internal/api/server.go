@@ -49,8 +49,7 @@ const (
 	maxConnsPerApp   = 192  // connections of one application; more are closed
 	maxAppConns      = 2048 // of all, some 50 KiB each with its stream
 	fewConnsPerApp   = 16   // of one application once half of those of all are open: they are enough for 64 more
-	maxWatchers      = 1024 // streams of sessions
-	maxWatchersOfApp = 128  // of one application
+	maxWatchersOfApp = 128  // streams of sessions of one application
 
 	// What sessions say is quick and must not wait behind what others ask, nor their streams' looks behind what they say.
 	maxSayings      = 32 // answered at the same time
@@ -134,7 +133,9 @@ func NewServer(o Options) (*Server, error) {
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
-	s := &Server{o: o, asks: newPlaces(maxAsks, maxAsksOfApp, "streams are being looked after"), patience: queueTimeout, slowest: answerTimeout}
+	s := &Server{
+		o: o, asks: newPlaces(maxAsks, maxAsksOfApp, "streams are being looked after"), patience: queueTimeout, slowest: answerTimeout,
+	}
 	s.sessions, _ = o.Source.(Sessions)
 	if s.o.Audit == nil {
 		s.o.Audit = s.logAudit
@@ -181,7 +182,7 @@ func (s *Server) serve(ctx context.Context, ln net.Listener, a Access, rs []rout
 		requests: newPlaces(maxRequests, maxPerApp, "requests are being answered"),
 		streams:  newPlaces(maxStreams, maxPerApp, "readers follow the events already; end one of them"),
 		sayings:  newPlaces(maxSayings, maxSayingsOfApp, "sessions are being answered"),
-		watchers: newPlaces(maxWatchers, maxWatchersOfApp, "sessions have a stream already; end one of them"),
+		watchers: newPlaces(maxAppConns, maxWatchersOfApp, "sessions have a stream already; end one of them"),
 	}
 	stopping, stop := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer stop(nil)
@@ -415,7 +416,8 @@ func (e *entrance) dispatch(w http.ResponseWriter, req *http.Request, methods ma
 func (c caller) may(r route, name string) error {
 	switch {
 	case c.backend == "" && r.who == apps:
-		return forbidden("sessions are for the processes of a backend, over the socket of applications: $EBB_APP_SOCKET, or %s", path.Join(RootRunDir, AppSocket))
+		return forbidden("sessions are for the processes of a backend, over the socket of applications: $EBB_APP_SOCKET, or %s",
+			path.Join(RootRunDir, AppSocket))
 	case c.backend == "":
 		return nil
 	case r.who == operators:

@@ -303,7 +303,8 @@ func (c sessionsClient) SessionCall(ctx context.Context, backend, id string, p a
 
 // SessionEvents implements api.Sessions.
 func (c sessionsClient) SessionEvents(ctx context.Context, backend, id string, p api.Process, from, stream uint64) (api.SessionBatch, error) {
-	return ask[api.SessionBatch](ctx, c.client, call{Op: opSessionEvents, Name: backend, Session: &sessionCall{ID: id, Process: p, From: from, Stream: stream}})
+	q := &sessionCall{ID: id, Process: p, From: from, Stream: stream}
+	return ask[api.SessionBatch](ctx, c.client, call{Op: opSessionEvents, Name: backend, Session: q})
 }
 
 // ownerTimeout bounds the question whose application has connected, during which no other connection is taken.
