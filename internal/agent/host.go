@@ -81,22 +81,16 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 			}
 			removed = append(removed, filepath.Join(dir, name))
 		}
-		for _, ext := range []string{".lock", ".journal", sessionsExt, api.AppExt, ".sock"} {
-			base, ok := strings.CutSuffix(name, ext)
-			if !ok {
-				continue
-			}
-			if live[base] {
-				break // the longest one says whose it is
-			}
-			path := filepath.Join(dir, name)
-			if rerr := os.Remove(path); rerr != nil {
-				err = errors.Join(err, rerr)
-				continue
-			}
-			removed = append(removed, path)
-			break
+		base, ok := runFile(name)
+		if !ok || live[base] {
+			continue
 		}
+		path := filepath.Join(dir, name)
+		if rerr := os.Remove(path); rerr != nil {
+			err = errors.Join(err, rerr)
+			continue
+		}
+		removed = append(removed, path)
 	}
 	swept, serr := relay.Sweep()
 	removed, err = append(removed, swept...), errors.Join(err, serr)
@@ -107,6 +101,17 @@ func Cleanup(o HostOptions) (removed, alive []string, err error) {
 		}
 	}
 	return removed, alive, err
+}
+
+// runFile is the run that a file in the run directory is of.
+func runFile(file string) (run string, ok bool) {
+	// A run's socket of applications ends as another's socket of operators would.
+	for _, ext := range []string{".lock", ".journal", sessionsExt, api.AppExt, ".sock"} {
+		if run, ok = strings.CutSuffix(file, ext); ok {
+			return run, true
+		}
+	}
+	return "", false
 }
 
 // cleanupAgent removes the state and the sockets of an agent that has ended; owner names one that lives.

@@ -141,7 +141,7 @@ func (m *member) view(ctx context.Context, closer bool, g *glance) api.Backend {
 	v.Sessions = inc.b.book.Views()
 	inc.sockets(&v, closer)
 	v.Warnings = append(append(v.Warnings, inc.b.dp.warnings(g)...), inc.b.late.warnings()...)
-	v.Warnings = append(append(v.Warnings, inc.b.late.keep.warnings()...), inc.b.sessionWarnings()...)
+	v.Warnings = append(append(v.Warnings, inc.b.late.keep.warnings()...), inc.b.sessionWarnings(s.State)...)
 	if s.ID != "" {
 		d := m.drainView(inc, s)
 		v.Drain = &d

@@ -160,14 +160,14 @@ func (b *backend) heard() bool {
 	return h == api.HealthOK
 }
 
-// sessionWarnings say which applications are not heard of, and that none has come that could be told.
-func (b *backend) sessionWarnings() (why []string) {
+// sessionWarnings say which applications are not heard of, and that none has come that could be told what is to be told still.
+func (b *backend) sessionWarnings(s drain.State) (why []string) {
 	for _, v := range b.book.Views() {
 		if v.Role == api.RoleApp && v.Health != api.HealthOK {
 			why = append(why, fmt.Sprintf("the application's process %d has been silent for %v: %s", v.PID, time.Since(v.Heard).Round(time.Second), v.Health))
 		}
 	}
-	if b.flush.API && b.book.Apps() == 0 {
+	if b.flush.API && b.book.Apps() == 0 && (s == drain.StateServing || s == drain.StateDraining) {
 		why = append(why, "no application has registered: a flush is SIGTERM, although its hook is api")
 	}
 	return why
