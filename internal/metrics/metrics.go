@@ -19,6 +19,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"net/http"
 	"slices"
@@ -123,21 +124,16 @@ type Options struct {
 type Metrics struct {
 	o        Options
 	registry *prometheus.Registry
-
-	drains       *prometheus.CounterVec
-	durations    *prometheus.HistogramVec
-	cut          *prometheus.CounterVec
-	late         *prometheus.CounterVec
-	held         *prometheus.GaugeVec
-	flushes      *prometheus.CounterVec
-	staleSignals *prometheus.CounterVec
-	audits       prometheus.Counter
-	drift        prometheus.Counter
-	feature      *prometheus.GaugeVec
+	audits   prometheus.Counter
+	drift    prometheus.Counter
+	feature  *prometheus.GaugeVec
 
 	mu       sync.Mutex
 	backends map[key]*entry
 	services map[string]bool // those whose counters exist
+
+	drains, cut, late, held, flushes, staleSignals *counted
+	durations                                      map[numbered]*histogram // by phase
 }
 
 type key struct{ service, backend string }
@@ -160,34 +156,25 @@ func New(o Options) (*Metrics, error) {
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
-		return prometheus.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
-	}
 	m := &Metrics{
 		o:        o,
 		registry: prometheus.NewRegistry(),
 		backends: make(map[key]*entry),
 		services: make(map[string]bool),
 
-		drains: counter("ebb_drains_total", "Drains that ended, by what began them and how they ended.",
-			"service", "cause", "outcome"),
-		durations: prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Name:    "ebb_drain_duration_seconds",
-			Help:    "Time that drains spent in each phase; phase \"done\" is the whole drain, from begin to done.",
-			Buckets: durationBuckets,
-		}, []string{"service", "phase"}),
-		cut: counter("ebb_connections_cut_total", "Connections ended at the deadline, by how.",
-			"service", "method"),
-		late: counter("ebb_late_connections_total",
+		drains: newCounted(prometheus.CounterValue, "ebb_drains_total", "Drains that ended, by what began them and how they ended.",
+			values("cause", causes), values("outcome", outcomes)),
+		cut: newCounted(prometheus.CounterValue, "ebb_connections_cut_total", "Connections ended at the deadline, by how.",
+			values("method", cutMethods)),
+		late: newCounted(prometheus.CounterValue, "ebb_late_connections_total",
 			"Connections that arrived after their backend was told to stop, by what was done with them.",
-			"service", "action", "result"),
-		held: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "ebb_held_connections", Help: "Late connections that are parked until a successor listens.",
-		}, []string{"service"}),
-		flushes: counter("ebb_flushes_total", "Flushes sent to applications, by why and how they ended.",
-			"service", "reason", "result"),
-		staleSignals: counter("ebb_stale_signals_total", "Commands for a generation that was over; nothing was done.",
-			"service"),
+			values("action", lateActions), values("result", lateResults)),
+		held: newCounted(prometheus.GaugeValue, "ebb_held_connections", "Late connections that are parked until a successor listens."),
+		flushes: newCounted(prometheus.CounterValue, "ebb_flushes_total", "Flushes sent to applications, by why and how they ended.",
+			values("reason", reasons), values("result", flushResults)),
+		staleSignals: newCounted(prometheus.CounterValue, "ebb_stale_signals_total",
+			"Commands for a generation that was over; nothing was done."),
+		durations: map[numbered]*histogram{},
 		audits: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "ebb_census_audits_total", Help: "Comparisons of the kernel's counts with a walk over the sockets.",
 		}),
@@ -207,8 +194,7 @@ func New(o Options) (*Metrics, error) {
 		m.SetFeature(name, on)
 	}
 	for _, c := range []prometheus.Collector{
-		m.drains, m.durations, m.cut, m.late, m.held, m.flushes, m.staleSignals, m.audits, m.drift, m.feature, build,
-		(*snapshot)(m),
+		m.audits, m.drift, m.feature, build, (*snapshot)(m),
 	} {
 		if err := m.registry.Register(c); err != nil {
 			return nil, fmt.Errorf("register metrics: %w", err)
@@ -247,41 +233,16 @@ func (m *Metrics) register(k key) *entry {
 		m.backends[k] = e
 	}
 	e.gone = time.Time{}
-	if m.services[k.service] {
-		return e
-	}
 	m.services[k.service] = true
-	s := k.service
-	for _, c := range causes {
-		for _, o := range outcomes {
-			m.drains.WithLabelValues(s, string(c), string(o))
-		}
-	}
-	for _, p := range phases {
-		m.durations.WithLabelValues(s, string(p))
-	}
-	for _, c := range cutMethods {
-		m.cut.WithLabelValues(s, string(c))
-	}
-	for _, a := range lateActions {
-		for _, r := range lateResults {
-			m.late.WithLabelValues(s, string(a), string(r))
-		}
-	}
-	for _, reason := range reasons {
-		for _, r := range flushResults {
-			m.flushes.WithLabelValues(s, string(reason), string(r))
-		}
-	}
-	m.staleSignals.WithLabelValues(s)
-	m.held.WithLabelValues(s)
 	return e
 }
 
 // DrainEnded counts a drain that has its outcome, and the time it spent in each phase. It is called once
 // per drain.
 func (m *Metrics) DrainEnded(d api.Drain) {
-	m.drains.WithLabelValues(label(d.Service), string(d.Cause), string(d.Outcome)).Inc()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.drains.add(1, d.Service, string(d.Cause), string(d.Outcome))
 	end := d.Begun
 	if n := len(d.Phases); n > 0 {
 		end = d.Phases[n-1].At
@@ -302,32 +263,49 @@ func (m *Metrics) DrainEnded(d api.Drain) {
 	m.observe(d.Service, drain.PhaseDone, end.Sub(d.Begun))
 }
 
+// observe takes the time of a phase into account. The caller holds mu.
 func (m *Metrics) observe(service string, p drain.Phase, d time.Duration) {
-	m.durations.WithLabelValues(label(service), string(p)).Observe(max(d, 0).Seconds())
+	k := numberOf(service, string(p))
+	if m.durations[k] == nil {
+		m.durations[k] = &histogram{buckets: make([]uint64, len(durationBuckets))}
+	}
+	m.durations[k].observe(max(d, 0).Seconds())
 }
 
 // ConnectionsCut counts n connections ended at a deadline.
 func (m *Metrics) ConnectionsCut(service string, method CutMethod, n int) {
-	m.cut.WithLabelValues(label(service), string(method)).Add(float64(max(n, 0)))
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.cut.add(max(n, 0), service, string(method))
 }
 
 // LateConnections counts n connections that arrived late.
 func (m *Metrics) LateConnections(service string, action LateAction, result LateResult, n int) {
-	m.late.WithLabelValues(label(service), string(action), string(result)).Add(float64(max(n, 0)))
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.late.add(max(n, 0), service, string(action), string(result))
 }
 
 // HeldConnections says how many late connections are parked now.
 func (m *Metrics) HeldConnections(service string, n int) {
-	m.held.WithLabelValues(label(service)).Set(float64(max(n, 0)))
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.held.numbers[numberOf(service)] = max(n, 0)
 }
 
 // Flushed counts one flush that has ended.
 func (m *Metrics) Flushed(service string, reason drain.FlushReason, result drain.FlushResult) {
-	m.flushes.WithLabelValues(label(service), string(reason), string(result)).Inc()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.flushes.add(1, service, string(reason), string(result))
 }
 
 // StaleSignal counts one command for a generation that was over.
-func (m *Metrics) StaleSignal(service string) { m.staleSignals.WithLabelValues(label(service)).Inc() }
+func (m *Metrics) StaleSignal(service string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.staleSignals.add(1, service)
+}
 
 // CensusAudited counts one audit and the number of connections by which it corrected the count.
 func (m *Metrics) CensusAudited(corrected int) {
@@ -359,6 +337,9 @@ var (
 	descHolds    = desc("ebb_holds", "Leases that a flush at zero waits for; those of lost sessions do not count.", "service", "backend")
 )
 
+var descDurations = desc("ebb_drain_duration_seconds",
+	"Time that drains spent in each phase; phase \"done\" is the whole drain, from begin to done.", "service", "phase")
+
 func desc(name, help string, labels ...string) *prometheus.Desc {
 	return prometheus.NewDesc(name, help, labels, nil)
 }
@@ -370,9 +351,12 @@ type snapshot Metrics
 func (s *snapshot) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		descConnections, descInFlight, descKnown, descState, descMode, descDeadline, descSurvivors,
-		descSessions, descHolds,
+		descSessions, descHolds, descDurations,
 	} {
 		ch <- d
+	}
+	for _, c := range (*Metrics)(s).counted() {
+		ch <- c.desc
 	}
 }
 
@@ -429,6 +413,9 @@ func (s *snapshot) Collect(ch chan<- prometheus.Metric) {
 			gauge(descMode, boolValue(mode == m), service, string(m))
 		}
 	}
+	for _, c := range (*Metrics)(s).ofServices() {
+		ch <- c
+	}
 }
 
 // look brings the entries up to date with what the Source shows.
@@ -467,11 +454,11 @@ func (m *Metrics) look(now []api.Backend) {
 	for s := range m.services {
 		if !live[s] {
 			delete(m.services, s)
-			for _, v := range []interface {
-				DeletePartialMatch(prometheus.Labels) int
-			}{m.drains, m.durations, m.cut, m.late, m.held, m.flushes, m.staleSignals} {
-				v.DeletePartialMatch(prometheus.Labels{"service": s})
+			of := func(k numbered) bool { return k.service == s }
+			for _, c := range m.counted() {
+				maps.DeleteFunc(c.numbers, func(k numbered, _ int) bool { return of(k) })
 			}
+			maps.DeleteFunc(m.durations, func(k numbered, _ *histogram) bool { return of(k) })
 		}
 	}
 }
