@@ -46,7 +46,7 @@ func TestExitCodesOfTheContract(t *testing.T) {
 		{"no command", nil, 125, "no command"},
 		{"unknown flag", []string{"--grave", "10s", "--", "true"}, 125, "--grace"},
 		{"unknown word", []string{"--mode", "force", "--", "true"}, 125, "observe"},
-		{"later version", []string{"--notify", "http://127.0.0.1:1/", "--", "true"}, 125, "not available"},
+		{"unknown hook", []string{"--notify", "mail:root", "--", "true"}, 125, "signal:NAME"},
 		{"own failure", []string{"--api", "/nonexistent/dir/x.sock", "--", "sleep", "60"}, 125, "/nonexistent/dir"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
