@@ -818,7 +818,10 @@ func TestManyConnections(t *testing.T) {
 		ch, _ := pairs.LoadOrStore(h.Source, make(chan accepted, 1)) // the first of the two to come makes it
 		done := make(chan struct{})
 		ch.(chan accepted) <- accepted{c, done}
-		<-done
+		select {
+		case <-done:
+		case <-t.Context().Done(): // nobody came for it, and the test has failed
+		}
 	})
 	r := start(t, Options{Peers: []Peer{{Address: address(to), ProxyProtocol: true}}, MaxPipes: 8})
 	at := serve(t, r, "tcp", "127.0.0.1:0")
