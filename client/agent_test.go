@@ -24,6 +24,7 @@ import (
 type fakeAgent struct {
 	t     *testing.T
 	conns chan net.Conn
+	gone  chan struct{} // closed at the end of the test
 	srv   *http.Server
 
 	mu       sync.Mutex
@@ -83,7 +84,7 @@ type fakeEvent struct {
 
 func newFakeAgent(t *testing.T) *fakeAgent {
 	a := &fakeAgent{
-		t: t, conns: make(chan net.Conn), sessions: make(map[string]*fakeSession), changed: make(chan struct{}),
+		t: t, conns: make(chan net.Conn), gone: make(chan struct{}), sessions: make(map[string]*fakeSession), changed: make(chan struct{}),
 		holds: make(map[string]bool),
 	}
 	a.srv = &http.Server{Handler: a, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0)}
@@ -93,11 +94,12 @@ func newFakeAgent(t *testing.T) *fakeAgent {
 
 // Accept, Addr and Close make it a listener.
 func (a *fakeAgent) Accept() (net.Conn, error) {
-	c, ok := <-a.conns
-	if !ok {
+	select {
+	case c := <-a.conns:
+		return c, nil
+	case <-a.gone:
 		return nil, net.ErrClosed
 	}
-	return c, nil
 }
 
 func (a *fakeAgent) Addr() net.Addr { return &net.UnixAddr{Name: "agent", Net: "unix"} }
@@ -105,7 +107,7 @@ func (a *fakeAgent) Close() error   { return nil }
 
 func (a *fakeAgent) close() {
 	a.thaw()
-	close(a.conns)
+	close(a.gone)
 	_ = a.srv.Close() // nothing was written
 }
 
@@ -118,8 +120,12 @@ func (a *fakeAgent) dial(context.Context) (net.Conn, error) {
 		return nil, errors.New("connection refused")
 	}
 	c, s := net.Pipe()
-	a.conns <- s
-	return c, nil
+	select {
+	case a.conns <- s:
+		return c, nil
+	case <-a.gone:
+		return nil, errors.New("connection refused")
+	}
 }
 
 // with runs f with the lock, and has the streams look again.

@@ -117,6 +117,7 @@ func (s *Session) slices(total time.Duration) time.Duration {
 func (s *Session) announce(d *run) {
 	s.o.Log.Info("draining", "drain", d.id, "cause", d.cause, "deadline", d.deadline)
 	s.drain = d
+	s.heldAt = time.Now()
 	close(s.notice.Load().c)
 }
 

@@ -132,8 +132,7 @@ func serve(srv *http.Server, l net.Listener, accept func(net.Listener) error, c 
 	if own {
 		return s.Stop(context.Background())
 	}
-	s.do(func() { err = s.err })
-	return err
+	return s.err // nobody writes it after Done
 }
 
 // Draining is closed once the server that the context of a request comes from drains; see [Session.Draining]. Elsewhere it is nil, which is

@@ -32,10 +32,14 @@ const (
 func (s *Session) link(tried func()) {
 	defer tried()
 	var last time.Time // time of the last attempt that was made at once
+	before := never
 	for fails := 0; ; fails++ {
 		begun := time.Now()
 		what, read := s.stream(tried)
 		tried()
+		if what != before {
+			fails, before = 0, what // the longest pause is for what goes on and on
+		}
 		longest := longestPause
 		switch what {
 		case never:
@@ -43,7 +47,6 @@ func (s *Session) link(tried func()) {
 		case again:
 			if time.Since(last) > firstPause {
 				last = time.Now()
-				fails = -1
 				continue
 			}
 			fails = 0

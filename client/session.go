@@ -174,6 +174,7 @@ type Session struct {
 	onFlush    []func(context.Context, Flush) error
 	leases     map[string]*lease
 	held       chan struct{} // closed and replaced when a hold begins or ends
+	heldAt     time.Time     // when that was last, or draining began
 	remaining  *int64
 	seq, acked uint64
 	seen       []seen
@@ -472,6 +473,7 @@ func (s *Session) forget(name string, l *lease) {
 }
 
 func (s *Session) heldChanged() {
+	s.heldAt = time.Now()
 	close(s.held)
 	s.held = make(chan struct{})
 }
@@ -493,12 +495,13 @@ func (s *Session) unheld(ctx context.Context, quiet time.Duration) error {
 	for {
 		var n int
 		var changed chan struct{}
-		if !s.do(func() { n, changed = s.snapshot().Holds, s.held }) {
+		var since time.Time
+		if !s.do(func() { n, changed, since = s.snapshot().Holds, s.held, s.heldAt }) {
 			return ErrStopped
 		}
 		var pause <-chan time.Time
 		if n == 0 {
-			pause = time.After(quiet)
+			pause = time.After(time.Until(since.Add(quiet)))
 		}
 		select {
 		case <-pause:

@@ -388,6 +388,11 @@ func cutSchedule(t *testing.T, a *fakeAgent, o Options, rnd *rand.Rand) {
 	upset()
 	release()
 	upset()
+	a.with(func() {
+		by, at := a.flushBy, a.deadline
+		a.push(fakeEvent{Type: "deadline", Drain: "d", By: &by, At: &at, until: at})
+	})
+	upset()
 	a.flush([]string{"zero", "deadline"}[rnd.IntN(2)])
 	upset()
 	a.with(func() { calm = true })
@@ -405,6 +410,9 @@ func cutSchedule(t *testing.T, a *fakeAgent, o Options, rnd *rand.Rand) {
 		if applied[ev] != 1 {
 			t.Errorf("%q was applied %d times, want once: %v", ev, applied[ev], applied)
 		}
+	}
+	if applied["d deadline "] > 1 {
+		t.Errorf("a deadline was applied %d times", applied["d deadline "])
 	}
 	// A session that was registered anew is not told of what is over.
 	for _, id := range want {
