@@ -56,16 +56,15 @@ type fakeCall struct {
 }
 
 type fakeSession struct {
-	id          string
-	events      []fakeEvent
-	seq, acked  uint64
-	stream      int
-	end         string // unnumbered end of the stream
-	wasFlushed  bool
-	deleted     bool
-	registered  wireCall
-	lastHeard   time.Time
-	heartbeatMS int64
+	id         string
+	events     []fakeEvent
+	seq, acked uint64
+	stream     int
+	end        string // unnumbered end of the stream
+	wasFlushed bool
+	deleted    bool
+	registered wireCall
+	lastHeard  time.Time
 }
 
 type fakeEvent struct {

@@ -11,8 +11,7 @@ import (
 	"time"
 )
 
-// The pause between two attempts to connect doubles from the first to the longest. While the agent has a session of ours
-// the longest is its heartbeat: an agent that comes back after a long time counts our silence from then on.
+// The pause between two attempts to connect doubles from the first to the longest. It ends when a heartbeat is answered.
 const (
 	firstPause   = time.Second
 	longestPause = 30 * time.Second
@@ -40,7 +39,6 @@ func (s *Session) link(tried func()) {
 		if what != before {
 			fails, before = 0, what // the longest pause is for what goes on and on
 		}
-		longest := longestPause
 		switch what {
 		case never:
 			return
@@ -50,20 +48,18 @@ func (s *Session) link(tried func()) {
 				continue
 			}
 			fails = 0
-		case soon:
-			s.do(func() {
-				if s.id != "" {
-					longest = s.limits.heartbeat
-				}
-			})
 		case later:
 			// One that lasted shows that the reason has gone.
 			if read && time.Since(begun) > longestPause {
 				fails = 0
 			}
 		}
-		pause := min(firstPause<<min(fails, 8), longest)
+		pause := min(firstPause<<min(fails, 8), longestPause)
 		pause += time.Duration((rand.Float64() - 0.5) / 2 * float64(pause))
+		select {
+		case <-s.kick: // of before
+		default:
+		}
 		timer := time.NewTimer(pause)
 		select {
 		case <-timer.C:
@@ -193,6 +189,7 @@ func (s *Session) heardNow() {
 	if !s.retry.IsZero() {
 		s.retry = time.Time{}
 		s.nudge()
+		poke(s.kick)
 	}
 }
 

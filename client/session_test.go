@@ -207,10 +207,20 @@ func TestSessionIsBackSoonAfterTheAgentIs(t *testing.T) {
 		a.with(func() { a.away = true })
 		a.end("agent_restarting")
 		after(5 * time.Minute)
+		streams := a.count("events")
 		a.with(func() { a.away = false })
-		after(5 * time.Second)
+		after(2 * time.Second)
+		if a.count("events") != streams+1 {
+			t.Error("2s after the agent's return there is no stream")
+		}
+		// That it was away for long has nothing to do with what it asks for now.
+		a.end("transient")
+		after(2 * time.Second)
+		if a.count("events") != streams+2 {
+			t.Error("2s after it was asked to stay away for a while it has not come back")
+		}
 		if a.opened != 1 || time.Since(a.sessions["s1"].lastHeard) > 5*time.Second || s.Status().Agent != HealthOK {
-			t.Errorf("5s after the agent's return: %d sessions, heard %v ago, agent %s",
+			t.Errorf("4s after the agent's return: %d sessions, heard %v ago, agent %s",
 				a.opened, time.Since(a.sessions["s1"].lastHeard), s.Status().Agent)
 		}
 	})
@@ -868,6 +878,30 @@ func TestDrainRequest(t *testing.T) {
 		}
 		<-s.Done()
 	})
+}
+
+// An agent that is heard from may be a moment late with its flush, and no more.
+func TestFlushThatIsLate(t *testing.T) {
+	for _, late := range []time.Duration{flushSlack / 2, 2 * flushSlack} {
+		bubble(t, func(t *testing.T, a *fakeAgent, o Options) {
+			s := register(t, o)
+			defer leave(s)
+			var got Flush
+			s.OnFlush(func(_ context.Context, f Flush) error { got = f; return nil })
+			a.begin("d1", 17*time.Second, 25*time.Second)
+			after(17*time.Second + late)
+			a.flush("zero")
+			<-s.Done()
+			after(time.Second)
+			want := FlushZero
+			if late > flushSlack {
+				want = FlushDeadline
+			}
+			if got.Reason != want || len(a.flushedBy) != 1 {
+				t.Errorf("%v late: got %+v and %d answers, want reason %s and one", late, got, len(a.flushedBy), want)
+			}
+		})
+	}
 }
 
 // A flush that was lost is made up for when the drain is over.
