@@ -63,6 +63,7 @@ type member struct {
 	flipped       func(context.Context) error // is backend.flipped
 	remember      func([]api.Drain)           // keeps the ended drains for the next owner; nil: they go with us
 	sessions      string                      // file that keeps the sessions of the present process for the next owner
+	hears         func() bool                 // whether what applications say comes in; nil: always
 	turned        func()                      // its health or version may have changed; nil: nobody cares
 	// addresses are those of the service in a network namespace; nil: nobody steers it.
 	addresses func(netns uint64) []api.ServiceAddress

@@ -65,6 +65,8 @@ type node struct {
 	metrics *metrics.Metrics
 	lease   atomic.Pointer[lease.Lease]
 	moved   atomic.Pointer[time.Time] // when the goroutine of run last went on
+	heard   atomic.Pointer[time.Time] // when the front of applications last spoke; nil: never
+	here    atomic.Bool               // this process answers applications itself
 	watcher *discovery.Watcher
 	snap    discovery.Snapshot // of look
 	pokes   chan struct{}      // a look at the host is due

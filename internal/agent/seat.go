@@ -90,7 +90,7 @@ func (n *node) newSeat(sv config.Service, b config.Backend) (*seat, error) {
 	s.drains, s.remember = n.recall(b.Name), func(ds []api.Drain) { n.remember(b.Name, ds) }
 	s.late = s.lateOptions
 	s.flipped = func(ctx context.Context) error { return n.flipped(ctx, sv.Name) }
-	s.sessions = n.sessionsOf(b.Name)
+	s.sessions, s.hears = n.sessionsOf(b.Name), n.hears
 	s.turned = func() { n.changed(sv.Name) }
 	s.addresses = func(netns uint64) []api.ServiceAddress { return n.addresses(sv.Name, netns) }
 	s.set = settingsOf(sv, b)

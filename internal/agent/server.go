@@ -213,8 +213,20 @@ func (n *node) frontOptions(es entrances) front.Options {
 	}
 	for _, e := range es {
 		o.Entrances = append(o.Entrances, e.Entrance)
+		if e.Kind == front.Apps {
+			o.Heard = func() { n.heard.Store(new(time.Now())) }
+		}
 	}
 	return o
+}
+
+// heardFor is how long a front may say nothing and is still thought to hear what applications say. It pings every 2 s.
+const heardFor = 6 * time.Second
+
+// hears tells whether what applications say comes in: their silence counts only then.
+func (n *node) hears() bool {
+	at := n.heard.Load()
+	return n.here.Load() || at != nil && time.Since(*at) < heardFor
 }
 
 // serveHere answers at the entrances until ctx is over.
@@ -222,6 +234,9 @@ func (n *node) serveHere(ctx context.Context, srv *api.Server, es entrances) {
 	var served sync.WaitGroup
 	defer served.Wait()
 	for _, e := range es {
+		if e.Kind == front.Apps {
+			n.here.Store(true)
+		}
 		served.Go(func() {
 			err := error(nil)
 			if e.Kind == front.Probes {

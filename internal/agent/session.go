@@ -31,7 +31,7 @@ func (m *member) openBook(a arrival, before *backend) (*book, error) {
 	bk := &book{turned: make(chan struct{}, 1)}
 	var err error
 	bk.Book, err = session.New(session.Options{
-		Backend: m.name, Service: m.service, Gen: a.gen, Extension: a.set.extension, File: m.sessions, Log: m.log, Started: probes.Started,
+		Backend: m.name, Service: m.service, Gen: a.gen, Extension: a.set.extension, File: m.sessions, Log: m.log, Started: probes.Started, Hears: m.hears,
 		Emit: m.emit, Changed: func() { bk.changed() }, Stale: func() { m.metrics.StaleSignal(m.service) },
 		Extend: func(ctx context.Context, by time.Duration) error { return m.extendOnce(ctx, a.gen, by) },
 	})

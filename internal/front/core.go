@@ -51,6 +51,8 @@ type Options struct {
 	Metrics     http.Handler    // GET /metrics; nil: none
 	Audit       func(api.Audit) // nil: nobody
 	Started     func(pid int)   // is told of each front; nil: nobody
+	// Heard is told whenever something has come from a front that serves, which is so at least every few seconds; nil: nobody.
+	Heard func()
 	// Ended is told why a front has ended that should not have; nil: nobody.
 	Ended  func(error)
 	Logger *slog.Logger // nil discards
@@ -212,6 +214,9 @@ func (s *session) listen(ctx context.Context) error {
 		var q call
 		if err := s.link.read(&q, maxCall, corePatience); err != nil {
 			return err
+		}
+		if s.o.Heard != nil {
+			s.o.Heard()
 		}
 		switch q.Op {
 		case opReady:
