@@ -424,6 +424,19 @@ func (m *Machine) Told(ctx context.Context, id string) error {
 	return err
 }
 
+// Flushed says that the application has answered a flush that was sent before a restart, so that nobody waits for its return
+// any more. Of a flush that is waited for, or a drain that does not run, it says nothing. The error is ErrClosed or the end of ctx.
+func (m *Machine) Flushed(ctx context.Context, id string) error {
+	_, err := m.ask(ctx, func(*command) error {
+		if m.live() && m.life.id == id && m.life.flushResult == FlushUnknown {
+			m.life.flushResult = FlushOK
+			m.appGone(time.Now())
+		}
+		return nil
+	})
+	return err
+}
+
 // Status is the present snapshot. It never blocks.
 func (m *Machine) Status() Status { return m.snap.Load().status }
 

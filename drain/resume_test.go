@@ -70,7 +70,7 @@ func TestD13_RestartGoesOnWithTheDrain(t *testing.T) {
 }
 
 func TestD13_FlushIsNotSentTwice(t *testing.T) {
-	for _, exits := range []bool{true, false} {
+	for _, then := range []string{"exits", "answers", "stays"} {
 		synctest.Test(t, func(t *testing.T) {
 			w := newWorld()
 			w.flushed = make(chan struct{})
@@ -86,10 +86,22 @@ func TestD13_FlushIsNotSentTwice(t *testing.T) {
 			if _, err := b.Undrain(t.Context(), 0, "root"); !errors.Is(err, ErrFlushing) {
 				t.Errorf("undrain: got %v, want ErrFlushing", err)
 			}
-			if exits {
+			switch then {
+			case "exits":
 				b.Exited(nil)
+			case "answers":
+				for _, id := range []string{"d-another", first.ID} {
+					if err := b.Flushed(t.Context(), id); err != nil {
+						t.Errorf("flushed: %v", err)
+					}
+				}
+				if st := b.Status(); st.FlushResult != FlushOK {
+					t.Errorf("got the flush %s, want it ok", st.FlushResult)
+				}
+			}
+			if then != "stays" {
 				if st := b.outcome(OutcomeDrained); st.Ended.Sub(st.Begun) > 5*time.Second {
-					t.Errorf("ended after %v, want at the exit", st.Ended.Sub(st.Begun))
+					t.Errorf("%s: ended after %v, want at once", then, st.Ended.Sub(st.Begun))
 				}
 			} else {
 				b.outcome(OutcomeDrained)

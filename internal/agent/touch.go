@@ -177,6 +177,17 @@ func (b *backend) tellFlush(ctx context.Context, q drain.FlushRequest) (exits bo
 	return false, err
 }
 
+// answered waits for the answers to a flush that went out before a restart, and tells the machine.
+func (b *backend) answered(ctx context.Context, m *drain.Machine, id string) {
+	err := b.book.Answered(ctx, id)
+	if err == nil {
+		err = m.Flushed(ctx, id)
+	}
+	if err != nil && ctx.Err() == nil {
+		b.log.Warn("the flush of before the restart", "drain", id, "err", err)
+	}
+}
+
 func (b *backend) tellHook(ctx context.Context, h hook.Hook, q drain.FlushRequest) error {
 	return b.tell(ctx, h, hook.Message{Kind: hook.Flush, Drain: q.Drain, Gen: q.Gen, Reason: q.Reason, TimeLeft: q.TimeLeft})
 }
