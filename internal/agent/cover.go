@@ -13,7 +13,7 @@ type coverage struct {
 	ports   []uint16         // of a match; empty: all
 	only    []netip.AddrPort // --listen; empty: all but the excluded
 	exclude []uint16         // --exclude-port
-	aux     []uint16         // ports of --ready: left out as long as another listener is there
+	aux     []uint16         // ports of --ready and the hooks: left out as long as another listener is there
 }
 
 // split says for each listener why it is not covered; "" means that it is. The default is what a person would take
@@ -38,7 +38,7 @@ func (c coverage) split(ls []listener) (why []string) {
 	}
 	for i, l := range ls {
 		if why[i] == "" && main && slices.Contains(c.aux, l.addr.Port()) {
-			why[i] = "serves --ready"
+			why[i] = "serves --ready or a hook"
 		}
 		outside = outside || (why[i] == "" && !l.loopback())
 	}

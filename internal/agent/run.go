@@ -547,8 +547,10 @@ func portsOnly(aps []netip.AddrPort) []uint16 {
 
 func (r *runner) coverage() coverage {
 	c := coverage{only: r.o.Listen, exclude: r.o.Exclude}
-	if p, ok := urlPort(r.o.Ready); ok {
-		c.aux = append(c.aux, p)
+	for _, url := range []string{r.o.Ready, r.o.Notify.HTTP, r.o.Flush.HTTP} {
+		if p, ok := urlPort(url); ok {
+			c.aux = append(c.aux, p)
+		}
 	}
 	return c
 }

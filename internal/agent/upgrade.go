@@ -19,6 +19,7 @@ const upgradeEvery = 10 * time.Second
 type outdated struct {
 	gen     uint64
 	version int64
+	told    bool // that it would be drained, under observe
 }
 
 // upgrade has a ready higher version of a service drain strictly lower ones, until ctx ends. One generation is drained once for
@@ -78,18 +79,18 @@ func outdate(ctx context.Context, seats []*seat, done map[string]outdated) {
 		return
 	}
 	for i, s := range seats {
-		inc, mark := lives[i], outdated{lives[i].gen, cs[top].version}
+		inc, mark := lives[i], outdated{lives[i].gen, cs[top].version, lives[i].set.mode != drain.ModeEnforce}
 		if cs[i].version == 0 || cs[i].version >= mark.version || inc.set.mode == drain.ModeOff || inc.machine.Status().State != drain.StateServing {
 			continue
 		}
 		before, known := done[s.name]
-		if known && before.gen == mark.gen && before.version >= mark.version {
+		if known && before.gen == mark.gen && before.version >= mark.version && (mark.told || !before.told) {
 			continue
 		}
 		why := fmt.Sprintf("%s is ready with version %d, and this is %d", seats[top].name, mark.version, cs[i].version)
 		switch {
 		case !known && s.spared == mark.gen: // taken back under the owner before us
-		case inc.set.mode != drain.ModeEnforce:
+		case mark.told:
 			s.emit(drain.Event{Type: drain.EventWould, Gen: inc.gen, Cause: drain.CauseVersionUpgrade, Message: "would drain: " + why})
 		default:
 			if _, err := s.beginDrain(ctx, drain.CauseVersionUpgrade, api.DrainRequest{Gen: inc.gen, Reason: why, By: "ebb"}); err != nil {
