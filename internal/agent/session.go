@@ -72,7 +72,8 @@ func (m *member) extendOnce(ctx context.Context, gen uint64, by time.Duration) e
 // attend keeps a drain and the sessions of its application informed of each other until ctx ends.
 func (m *member) attend(ctx context.Context, inc *incarnation) {
 	b, mach := inc.b, inc.machine
-	var announced, told string // the last drain that the sessions know of, and the last of which the machine knows that
+	// The last drain that the sessions know of, the last of which the machine knows that, and that whose flush a restart has left.
+	var announced, told, left string
 	var health api.Health
 	var version int64
 	lost := false // and its drain has begun
@@ -86,6 +87,10 @@ func (m *member) attend(ctx context.Context, inc *incarnation) {
 			announced = s.ID
 		}
 		b.book.Follow(s)
+		if left != s.ID && b.flush.API && s.State == drain.StateFlushing && s.FlushResult == drain.FlushUnknown {
+			left = s.ID
+			inc.wg.Go(func() { b.answered(ctx, mach, s.ID) })
+		}
 		if told != announced && b.book.Apps() > 0 {
 			if err := mach.Told(ctx, announced); err != nil {
 				return // it has ended
