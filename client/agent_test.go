@@ -19,8 +19,8 @@ import (
 	"time"
 )
 
-// fakeAgent is the agent's side of docs/protocol.md for one backend, as a script moves it: it keeps events until they are acknowledged,
-// stands still, is away, forgets, and breaks connections.
+// fakeAgent is the agent's side of docs/protocol.md for one backend, as a script moves it: it keeps events until they are
+// acknowledged, stands still, is away, forgets, and breaks connections.
 type fakeAgent struct {
 	t     *testing.T
 	conns chan net.Conn

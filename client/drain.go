@@ -26,8 +26,8 @@ type Server interface {
 	Shutdown(ctx context.Context) error
 }
 
-// Attach has the session stop srv with everything else. It returns [http.ErrServerClosed] if the flush has begun. Call it when srv
-// listens: a process that listens is one that the agent finds.
+// Attach has the session stop srv with everything else. It returns [http.ErrServerClosed] if the flush has begun. Call it when
+// srv listens: a process that listens is one that the agent finds.
 func (s *Session) Attach(srv Server) error {
 	err := http.ErrServerClosed
 	s.do(func() {
@@ -62,9 +62,9 @@ type run struct {
 	cancel            context.CancelFunc // ends alone; nil: it does not run
 }
 
-// signal is a signal of Options.Signals. Under an agent that is heard from it may be its flush: then the event that says so has been
-// sent as well. It may be the orchestrator's, while the agent drains for the same reason. So it begins what has not begun, and
-// decides nothing else.
+// signal is a signal of Options.Signals. Under an agent that is heard from it may be its flush: then the event that says so
+// has been sent as well. It may be the orchestrator's, while the agent drains for the same reason. So it begins what has not
+// begun, and decides nothing else.
 func (s *Session) signal(name string) {
 	s.signals++
 	s.o.Log.Info("stop signal", "signal", name, "number", s.signals)
@@ -147,8 +147,8 @@ func (s *Session) restart() {
 	go s.alone(ctx, slices.Clone(s.servers), time.Now().Add(time.Until(d.flushBy)/2))
 }
 
-// alone stops new work when none arrives any more, at the latest at admitUntil: readiness is false, and whoever sends work needs a while to notice.
-// It flushes when nothing is in flight or held.
+// alone stops new work when none arrives any more, at the latest at admitUntil: readiness is false, and whoever sends work
+// needs a while to notice. It flushes when nothing is in flight or held.
 func (s *Session) alone(ctx context.Context, servers []Server, admitUntil time.Time) {
 	admit, cancel := context.WithDeadline(ctx, admitUntil)
 	defer cancel()
@@ -251,7 +251,8 @@ func (s *Session) finish(f Flush, servers []Server, functions []func(context.Con
 	close(s.finished)
 }
 
-// call runs the functions of OnFlush, one after the other, and joins their errors. It leaves one behind that does not heed the end of its context.
+// call runs the functions of OnFlush, one after the other, and joins their errors. It leaves one behind that does not heed the
+// end of its context.
 func call(ctx context.Context, f Flush, functions []func(context.Context, Flush) error) error {
 	if len(functions) == 0 {
 		return nil
@@ -360,8 +361,8 @@ func (s *Session) moved(d *run, ev wireEvent, deadline, flushBy time.Time) {
 	d.deadline, d.flushBy = deadline, flushBy
 }
 
-// Commit is for a server that does what cannot be undone, such as closing its listener while it is only draining: if the agent takes the running drain back after
-// that, the session goes on with it alone, to the end. It returns false if no drain runs.
+// Commit is for a server that does what cannot be undone, such as closing its listener while it is only draining: if the agent
+// takes the running drain back after that, the session goes on with it alone, to the end. It returns false if no drain runs.
 func (s *Session) Commit() bool {
 	ok := false
 	s.do(func() {

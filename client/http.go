@@ -44,17 +44,17 @@ func WithListen(listen func(ctx context.Context, network, address string) (net.L
 
 // ListenAndServe is that of srv, which it prepares for draining, once for each server, and serves until it has been drained:
 //
-//   - While draining readiness answers 503 (see [WithReadiness]), and each answer to a request that begins says
-//     `Connection: close`; net/http makes a GOAWAY of that on HTTP/2. New connections and requests are served. Nothing idle is closed: a client,
-//     or the balancer before it, may be about to use it, and learns with its next answer that it should not. Under an agent what
-//     stays idle is retired by the kernel, one by one, as `idle` is configured.
+//   - While draining readiness answers 503 (see [WithReadiness]), and each answer to a request that begins says `Connection:
+//     close`; net/http makes a GOAWAY of that on HTTP/2. New connections and requests are served. Nothing idle is closed: a
+//     client, or the balancer before it, may be about to use it, and learns with its next answer that it should not. Under an
+//     agent what stays idle is retired by the kernel, one by one, as `idle` is configured.
 //   - Handlers that do not end by themselves, such as streams and WebSockets, hijacked or not, wait for [Draining] of their
 //     requests' contexts. What a handler leaves behind when it returns is seen by the agent, whose kernel counts every
 //     connection; without one, Hold it.
-//   - The listener is closed when the flush begins, or without an agent when nothing arrives any more, at the latest after half the wait. What the kernel had
-//     queued is served.
-//   - When the flush begins, contexts of requests end with [ErrFlushing], and what they still answer is delivered; then the functions of
-//     OnFlush run; then what is left is closed, by force at the deadline.
+//   - The listener is closed when the flush begins, or without an agent when nothing arrives any more, at the latest after
+//     half the wait. What the kernel had queued is served.
+//   - When the flush begins, contexts of requests end with [ErrFlushing], and what they still answer is delivered; then the
+//     functions of OnFlush run; then what is left is closed, by force at the deadline.
 //
 // It returns nil when all of that went well, ErrForced if something had to be closed by force, the errors of OnFlush, or at once
 // why it cannot listen. The process is to end then.
@@ -135,8 +135,8 @@ func serve(srv *http.Server, l net.Listener, accept func(net.Listener) error, c 
 	return s.err // nobody writes it after Done
 }
 
-// Draining is closed once the server that the context of a request comes from drains; see [Session.Draining]. Elsewhere it is nil, which is
-// never closed.
+// Draining is closed once the server that the context of a request comes from drains; see [Session.Draining]. Elsewhere it is
+// nil, which is never closed.
 func Draining(ctx context.Context) <-chan struct{} {
 	s, _ := ctx.Value(sessionKey{}).(*Session)
 	return s.Draining()
@@ -277,8 +277,8 @@ func (h *httpServer) Wait(ctx context.Context) error {
 	}
 }
 
-// Shutdown is that of Server. net/http's own closes without an answer what it reads after it was called, so kept connections go first,
-// each behind its answer; what is left to it are those of HTTP/2, which it sends a GOAWAY.
+// Shutdown is that of Server. net/http's own closes without an answer what it reads after it was called, so kept connections
+// go first, each behind its answer; what is left to it are those of HTTP/2, which it sends a GOAWAY.
 func (h *httpServer) Shutdown(ctx context.Context) error {
 	h.srv.SetKeepAlivesEnabled(false)
 	if err := h.Wait(ctx); err != nil {

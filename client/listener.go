@@ -22,8 +22,8 @@ func Listen(ctx context.Context, network, address string) (net.Listener, error) 
 	return lc.Listen(ctx, network, address)
 }
 
-// Listener notes when connections arrive, and closes without resetting those that the kernel has queued. Its methods may be called from
-// any goroutine.
+// Listener notes when connections arrive, and closes without resetting those that the kernel has queued. Its methods may be
+// called from any goroutine.
 type Listener struct {
 	net.Listener
 	last    arrival       // of a connection
@@ -72,7 +72,8 @@ func (l *Listener) Close() error {
 	return err
 }
 
-// Finish has Accept take what the kernel has queued, and then closes the listener. It returns when it is closed, and may be called again.
+// Finish has Accept take what the kernel has queued, and then closes the listener. It returns when it is closed, and may be
+// called again.
 func (l *Listener) Finish() {
 	l.finish.Do(func() {
 		close(l.closing)

@@ -18,8 +18,8 @@ type message struct {
 	done func(answered bool, err error) // answered: not lost on the way, whatever the answer was
 }
 
-// send tells the agent, one after the other, what it should know and does not: the difference between what is and what it has been told, so
-// that nothing is lost with a request, a connection or a session.
+// send tells the agent, one after the other, what it should know and does not: the difference between what is and what it has
+// been told, so that nothing is lost with a request, a connection or a session.
 func (s *Session) send() {
 	for {
 		select {

@@ -43,9 +43,10 @@ type Options struct {
 	// Version of the application, above 0, for drain_on_version_upgrade; 0: none.
 	Version int64
 
-	// Grace is the whole budget of a drain that this process begins, from SIGTERM, Stop or Drain to the end: default 25 s, which
-	// fits Kubernetes' 30. It includes Reserve (default 3 s), in which what is still in flight has been asked to end, and FlushTimeout
-	// (default 5 s), in which the functions of OnFlush run. A drain that the agent begins has the agent's budget.
+	// Grace is the whole budget of a drain that this process begins, from SIGTERM, Stop or Drain to the end: default 25 s,
+	// which fits Kubernetes' 30. It includes Reserve (default 3 s), in which what is still in flight has been asked to end,
+	// and FlushTimeout (default 5 s), in which the functions of OnFlush run. A drain that the agent begins has the agent's
+	// budget.
 	Grace, FlushTimeout, Reserve time.Duration
 	// QuietPeriod is how long nothing may have arrived before the listeners are closed, and nothing been held before the flush,
 	// where no agent decides; default 1 s.
@@ -199,9 +200,9 @@ type seen struct{ drain, typ string }
 // maxSeen bounds what is remembered: four for each drain, of which one runs at a time.
 const maxSeen = 64
 
-// Register registers this process with the agent, if there is one. An agent that is absent or does not know the process is no error: the session
-// goes on alone and keeps trying. ctx bounds how long it waits for the agent's first answer, which is a second at
-// most. An error is a contradiction in o.
+// Register registers this process with the agent, if there is one. An agent that is absent or does not know the process is no
+// error: the session goes on alone and keeps trying. ctx bounds how long it waits for the agent's first answer, which is a
+// second at most. An error is a contradiction in o.
 //
 // The session takes the signals of o for itself: a program that does not use [ListenAndServe] ends after [Session.Done].
 func Register(ctx context.Context, o Options) (*Session, error) {
@@ -368,8 +369,8 @@ func (s *Session) Done() <-chan struct{} {
 	return s.finished
 }
 
-// OnFlush has f called when the flush comes, at most once, after those that were given before it. Its context ends with the flush's
-// slice. The agent is told its error. Once the flush has begun it does nothing.
+// OnFlush has f called when the flush comes, at most once, after those that were given before it. Its context ends with the
+// flush's slice. The agent is told its error. Once the flush has begun it does nothing.
 func (s *Session) OnFlush(f func(context.Context, Flush) error) {
 	s.do(func() { s.onFlush = append(s.onFlush, f) })
 }
@@ -411,9 +412,9 @@ type lease struct {
 	waiters []chan error
 }
 
-// Hold keeps the flush from beginning before release is called; holds of one name are counted. It returns when the agent knows, or at once
-// without an agent, where the session counts alone. The flush at the end of the wait comes all the same. ErrFlushing: it is
-// too late to begin.
+// Hold keeps the flush from beginning before release is called; holds of one name are counted. It returns when the agent
+// knows, or at once without an agent, where the session counts alone. The flush at the end of the wait comes all the same.
+// ErrFlushing: it is too late to begin.
 //
 // release is idempotent.
 func (s *Session) Hold(name string) (release func(), err error) {
@@ -576,10 +577,11 @@ func (s *Session) Extend(ctx context.Context, by time.Duration) error {
 	return nil
 }
 
-// Stop ends the session in stages, whoever has begun: it drains, waits for what is in flight and held, asks it to end, flushes,
-// and closes what is left at ctx's deadline, or after Options.Grace if that has none. Stages of a shorter time are
-// shorter in proportion. It returns nil if everything ended by itself, ctx's error if ctx was over before, ErrForced if the deadline
-// ended something, and the errors of OnFlush. It may be called before anything has begun, again, and several times at once: the shortest context counts.
+// Stop ends the session in stages, whoever has begun: it drains, waits for what is in flight and held, asks it to end,
+// flushes, and closes what is left at ctx's deadline, or after Options.Grace if that has none. Stages of a shorter time are
+// shorter in proportion. It returns nil if everything ended by itself, ctx's error if ctx was over before, ErrForced if the
+// deadline ended something, and the errors of OnFlush. It may be called before anything has begun, again, and several times at
+// once: the shortest context counts.
 func (s *Session) Stop(ctx context.Context) error {
 	if s == nil {
 		return nil

@@ -316,8 +316,8 @@ func TestR14_LastMessagePastTheDeadline(t *testing.T) {
 	})
 }
 
-// In each of 1,000 random schedules connections break before and after requests and events, the agent restarts and forgets. Each event is applied once,
-// with one flush, one answer to it and one outcome.
+// In each of 1,000 random schedules connections break before and after requests and events, the agent restarts and forgets.
+// Each event is applied once, with one flush, one answer to it and one outcome.
 func TestR15_RandomCuts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	if s := os.Getenv("EBB_SEED"); s != "" {
@@ -611,7 +611,8 @@ func job(t *testing.T, s *Session, d time.Duration, heeds bool) (ended func() (a
 	return func() (time.Duration, bool) { <-done; return took, asked }
 }
 
-// Grace of 38 s: what takes 29 s survives; what takes longer is asked to end at 30 s, and what does not heed that is left behind at 38 s.
+// Grace of 38 s: what takes 29 s survives; what takes longer is asked to end at 30 s, and what does not heed that is left
+// behind at 38 s.
 func TestD2_Stages(t *testing.T) {
 	for _, tt := range []struct {
 		name  string

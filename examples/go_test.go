@@ -117,7 +117,8 @@ func (p *process) stop() []string {
 	return p.lines
 }
 
-// balancer sends requests to those of its servers that say that they are ready, which it asks from time to time, over kept connections.
+// balancer sends requests to those of its servers that say that they are ready, which it asks from time to time, over kept
+// connections.
 type balancer struct {
 	client  *http.Client
 	servers []string

@@ -17,8 +17,8 @@ import (
 	"github.com/ebbproxy/ebb/client"
 )
 
-// ServerOptions are what grpc.NewServer is to be called with: with them the contexts of calls end when the flush begins, with client.ErrFlushing as their
-// cause, and client.Draining of them is the session's.
+// ServerOptions are what grpc.NewServer is to be called with: with them the contexts of calls end when the flush begins, with
+// client.ErrFlushing as their cause, and client.Draining of them is the session's.
 func ServerOptions(s *client.Session) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.ChainUnaryInterceptor(func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
@@ -81,14 +81,17 @@ func ListenAndServe(srv *grpc.Server, addr string, s *client.Session, h *health.
 
 // Serve serves srv, once for each, until it has been drained:
 //
-//   - While draining, h (nil: there is none) says NOT_SERVING for all and then ends its Watch streams, and all streams are told by [client.Draining].
-//   - Once nothing has arrived for the quiet period, at the latest after half the wait, it closes the listener, without resetting what the kernel
-//     has queued, and sends a GOAWAY on every connection: clients finish what is in flight and connect anew, which is when they come to another
-//     server. Until then new connections and calls are served: a client that was refused would report UNAVAILABLE.
+//   - While draining, h (nil: there is none) says NOT_SERVING for all and then ends its Watch streams, and all streams are
+//     told by [client.Draining].
+//   - Once nothing has arrived for the quiet period, at the latest after half the wait, it closes the listener, without
+//     resetting what the kernel has queued, and sends a GOAWAY on every connection: clients finish what is in flight and
+//     connect anew, which is when they come to another server. Until then new connections and calls are served: a client that
+//     was refused would report UNAVAILABLE.
 //   - When the flush begins, the contexts of calls end; what they still answer is delivered.
 //   - What is left at the deadline is closed by force.
 //
-// A GOAWAY cannot be taken back: when a drain is cancelled after it, the session goes on to the end all the same, and the process is to be started again.
+// A GOAWAY cannot be taken back: when a drain is cancelled after it, the session goes on to the end all the same, and the
+// process is to be started again.
 //
 // It returns nil when all of that went well, client.ErrForced if something was closed by force, or at once why it cannot serve.
 // The program stops the session then.

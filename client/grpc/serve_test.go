@@ -135,7 +135,8 @@ func dial(t *testing.T, servers ...*serving) *grpc.ClientConn {
 	return cc
 }
 
-// Two servers under unary load, with endless streams to both: one leaves. No call fails, and its streams end by themselves in time.
+// Two servers under unary load, with endless streams to both: one leaves. No call fails, and its streams end by themselves in
+// time.
 func TestC4_NobodySeesAServerLeave(t *testing.T) {
 	leaving, staying := serve(t), serve(t)
 	cc := dial(t, leaving, staying)
