@@ -196,7 +196,7 @@ func TestR15_TheAgentIsReplacedAtEachEvent(t *testing.T) {
 					d.stop()
 				}
 				p.tell("go")
-				d = n.agent()
+				n.agent()
 				if when == api.SessionDraining {
 					// The lease outlives it too.
 					b := n.awaitView("web", "held still", func(b api.Backend) bool { return len(b.Sessions) == 1 && len(b.Sessions[0].Holds) == 1 })
