@@ -17,6 +17,8 @@ ldflags := -X main.version=$(version) -X main.commit=$(commit)
 
 # Root tests share the kernel: one package at a time keeps their loads apart.
 testflags := -race -timeout 30m $(if $(root),-p 1)
+# Modules of their own: what they need is nobody else's dependency.
+modules := tools client/grpc
 FUZZTIME ?= 30s
 KERNELS ?= 5.10 6.1
 scripts = .ci/run $(wildcard tools/*.sh) $(shell git ls-files '*.sh' 2>/dev/null)
@@ -41,7 +43,7 @@ test: build ## run the tests, as root all of them
 	@$(if $(root),,echo 'make: not root: tests that need it are skipped')
 	$(GO) build -race ./...
 	$(GO) test $(testflags) -json ./... | (cd tools && $(GO) run ./testsum -last ../bin/tests.txt)
-	cd tools && $(GO) test $(testflags) ./...
+	@for m in $(modules); do (cd "$$m" && $(GO) test $(testflags) ./...); done
 
 chaos: build ## kill, stop and replace agents at random under load (root; DURATION=60s SEED=…)
 	@$(setup) test mounts
@@ -82,14 +84,9 @@ check-generate: ## check that the BPF objects are what their source makes
 lint: ## check format, vet, fixes, modules, staticcheck, vulnerabilities, BPF C and scripts
 	@$(setup) lint
 	@echo 'lint: gofmt'; files=$$(gofmt -l .); [[ -z $$files ]] || { echo "gofmt these: $$files"; exit 1; }
-	$(GO) vet ./...
-	cd tools && $(GO) vet ./...
-	$(GO) fix -diff ./...
-	cd tools && $(GO) fix -diff ./...
-	$(GO) mod tidy -diff
-	cd tools && $(GO) mod tidy -diff
-	staticcheck=$$(cd tools && $(GO) tool -n staticcheck) && "$$staticcheck" ./... && cd tools && "$$staticcheck" ./...
-	cd tools && $(GO) run ./vulncheck .. .
+	staticcheck=$$(cd tools && $(GO) tool -n staticcheck); for m in . $(modules); do (cd "$$m" && \
+		$(GO) vet ./... && $(GO) fix -diff ./... && $(GO) mod tidy -diff && "$$staticcheck" ./...); done
+	cd tools && $(GO) run ./vulncheck .. . ../client/grpc
 	clang-format-19 --dry-run -Werror bpf/*.c bpf/*.h
 	shellcheck $(sort $(scripts))
 	@echo 'lint: promtool'; find $(wildcard deploy) docs -name '*.rules.y*ml' -print0 | xargs -0 -r promtool check rules

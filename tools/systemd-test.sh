@@ -159,7 +159,7 @@ inside() {
 	check "a bad configuration is refused" not systemctl reload ebb-agent
 	cp /ebb/relay.yaml /etc/ebb/agent.yaml
 	check "a good one is taken over" systemctl reload ebb-agent
-	check "nginx serves" within 60 serving nginx elsewhere
+	check "nginx serves" within 60 serving nginx
 	fetch /slower /run/own & # keeps nginx from leaving at once
 	check "nginx answers" within 60 test -s /run/own
 	ebb drain nginx --on-new relay
