@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"strconv"
 	"time"
 
 	"github.com/ebbproxy/ebb/client"
@@ -19,13 +20,14 @@ import (
 func main() {
 	addr := flag.String("listen", "127.0.0.1:8080", "`address` to listen on")
 	grace := flag.Duration("grace", client.DefaultGrace, "budget of a drain without an agent")
+	h2c := flag.Bool("h2c", false, "serve HTTP/2 without TLS as well")
 	flag.Parse()
-	if err := run(*addr, *grace); err != nil {
+	if err := run(*addr, *grace, *h2c); err != nil {
 		log.Fatal(err)
 	}
 }
 
-func run(addr string, grace time.Duration) error {
+func run(addr string, grace time.Duration, h2c bool) error {
 	s, err := client.Register(context.Background(), client.Options{Grace: grace, Log: slog.Default()})
 	if err != nil {
 		return err
@@ -37,7 +39,9 @@ func run(addr string, grace time.Duration) error {
 	mux := http.NewServeMux()
 	mux.HandleFunc("/", hello)
 	mux.HandleFunc("/events", events)
-	srv := &http.Server{Addr: addr, Handler: mux}
+	srv := &http.Server{Addr: addr, Handler: mux, Protocols: new(http.Protocols)}
+	srv.Protocols.SetHTTP1(true)
+	srv.Protocols.SetUnencryptedHTTP2(h2c)
 	serveErr := client.ListenAndServe(srv, client.WithSession(s), client.WithReadiness("/healthz", nil),
 		client.WithListen(func(ctx context.Context, network, address string) (net.Listener, error) {
 			l, err := client.Listen(ctx, network, address)
@@ -52,12 +56,17 @@ func run(addr string, grace time.Duration) error {
 	return s.Stop(context.Background())
 }
 
-// hello takes a moment, as work does.
+// hello takes a moment, as work does, or ?ms= milliseconds.
 func hello(w http.ResponseWriter, r *http.Request) {
+	ms, err := strconv.Atoi(r.FormValue("ms"))
+	if err != nil {
+		ms = 20
+	}
 	select {
-	case <-time.After(20 * time.Millisecond):
+	case <-time.After(time.Duration(ms) * time.Millisecond):
 		fmt.Fprintln(w, "hello")
 	case <-r.Context().Done(): // the client has gone, or the flush has begun
+		http.Error(w, "too late", http.StatusServiceUnavailable)
 	}
 }
 
