@@ -3,6 +3,7 @@
 package bpf
 
 import (
+	"bufio"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -113,32 +114,47 @@ func (h *Host) readers() (*fileReaders, error) {
 	return r, nil
 }
 
-// Files lists the TCP sockets that a process has open, each once. pid is in the caller's pid namespace.
+// EachFile tells of each TCP socket that a process has open, once, and keeps none: there may be a hundred
+// thousand. each must not ask for files itself. pid is in the caller's pid namespace. What was told before an error is not all.
 // ErrNotSupported on kernels without the iterator (before 5.11, or without BTF); ESRCH if there is no
 // such process.
-func (h *Host) Files(pid int) ([]File, error) {
+func (h *Host) EachFile(pid int, each func(File)) error {
 	r, err := h.readers()
 	if err != nil {
-		return nil, fmt.Errorf("read files of %d: %w", pid, err)
+		return fmt.Errorf("read files of %d: %w", pid, err)
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	raw, err := r.walk(r.objs.Files, pid, filesWalkOrder{Tags: r.tagsID})
+	seen := map[uint64]bool{} // Linux 6.1 shows each twice
+	err = r.walk(r.objs.Files, pid, filesWalkOrder{Tags: r.tagsID}, func(records io.Reader) error {
+		var k filesFileRecord
+		raw := make([]byte, binary.Size(k))
+		for {
+			if _, err := io.ReadFull(records, raw); errors.Is(err, io.EOF) {
+				return nil
+			} else if err != nil {
+				return err
+			}
+			if _, err := binary.Decode(raw, binary.NativeEndian, &k); err != nil {
+				return err
+			}
+			if !seen[k.Inode] {
+				seen[k.Inode] = true
+				each(fileOf(pid, &k))
+			}
+		}
+	})
 	if err != nil {
-		return nil, fmt.Errorf("read files of %d: %w", pid, err)
+		return fmt.Errorf("read files of %d: %w", pid, err)
 	}
-	var k filesFileRecord
-	size := binary.Size(k)
-	files := make([]File, 0, len(raw)/size)
-	seen := make(map[uint64]bool, len(raw)/size) // Linux 6.1 shows each twice
-	for ; len(raw) >= size; raw = raw[size:] {
-		if _, err := binary.Decode(raw, binary.NativeEndian, &k); err != nil {
-			return nil, fmt.Errorf("read files of %d: %w", pid, err)
-		}
-		if !seen[k.Inode] {
-			seen[k.Inode] = true
-			files = append(files, fileOf(pid, &k))
-		}
+	return nil
+}
+
+// Files lists what EachFile tells.
+func (h *Host) Files(pid int) ([]File, error) {
+	var files []File
+	if err := h.EachFile(pid, func(f File) { files = append(files, f) }); err != nil {
+		return nil, err
 	}
 	return files, nil
 }
@@ -260,7 +276,7 @@ func (r *fileReaders) adopt(prog *ebpf.Program, pids []int, order filesWalkOrder
 		return done, err
 	}
 	for _, pid := range pids {
-		if _, err := r.walk(prog, pid, order); err != nil && !errors.Is(err, unix.ESRCH) {
+		if err := r.walk(prog, pid, order, drop); err != nil && !errors.Is(err, unix.ESRCH) {
 			return done, fmt.Errorf("walk files of %d: %w", pid, err)
 		}
 	}
@@ -300,7 +316,7 @@ func (h *Host) Disown(fds []int) (n int, err error) {
 	if err := r.objs.Walked.Put(uint32(0), &done); err != nil {
 		return 0, fmt.Errorf("disown connections: %w", err)
 	}
-	if _, err := r.walk(r.objs.Disown, os.Getpid(), filesWalkOrder{Tags: r.tagsID}); err != nil {
+	if err := r.walk(r.objs.Disown, os.Getpid(), filesWalkOrder{Tags: r.tagsID}, drop); err != nil {
 		return 0, fmt.Errorf("disown connections: %w", err)
 	}
 	if err := r.objs.Walked.Lookup(uint32(0), &done); err != nil {
@@ -316,38 +332,44 @@ const (
 	bpfTraceIter  = 28
 )
 
-// walk runs an iterator over the files of one process. Before Linux 6.1 it runs over those of all processes of
-// the caller's pid namespace, and the program picks the one by its global id.
-func (r *fileReaders) walk(prog *ebpf.Program, pid int, order filesWalkOrder) ([]byte, error) {
+// drop reads what an iterator shows that is run for what it does.
+func drop(shown io.Reader) error {
+	_, err := io.Copy(io.Discard, shown)
+	return err
+}
+
+// walk runs an iterator over the files of one process, as fast as what it shows is read. Before Linux 6.1 it runs over those
+// of all processes of the caller's pid namespace, and the program picks the one by its global id.
+func (r *fileReaders) walk(prog *ebpf.Program, pid int, order filesWalkOrder, read func(io.Reader) error) error {
 	if pid <= 0 {
-		return nil, unix.ESRCH
+		return unix.ESRCH
 	}
 	// The iterator shows nothing for a process that is not there.
 	if err := unix.Kill(pid, 0); errors.Is(err, unix.ESRCH) {
-		return nil, err
+		return err
 	}
 	linkFD, err := attachIter(prog, pid)
 	if unlimited(err) {
 		if order.Tgid, _, err = TaskID(pid); err != nil {
-			return nil, err
+			return err
 		}
 		linkFD, err = attachIter(prog, 0)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("attach iterator: %w", err)
+		return fmt.Errorf("attach iterator: %w", err)
 	}
 	defer unix.Close(linkFD)
 	if err := r.objs.Walk.Put(uint32(0), &order); err != nil {
-		return nil, fmt.Errorf("order walk: %w", err)
+		return fmt.Errorf("order walk: %w", err)
 	}
-	return readIter(linkFD)
+	return readIter(linkFD, read)
 }
 
 // unlimited says whether an iterator was refused because the kernel cannot limit it to a process.
 func unlimited(err error) bool { return errors.Is(err, unix.E2BIG) || errors.Is(err, unix.EINVAL) }
 
 // walkTasks runs an iterator over the threads of one process, or before Linux 6.1 over all tasks.
-func walkTasks(prog *ebpf.Program, pid int) ([]byte, error) {
+func walkTasks(prog *ebpf.Program, pid int) (shown []byte, err error) {
 	linkFD, err := attachIter(prog, pid)
 	if unlimited(err) {
 		linkFD, err = attachIter(prog, 0)
@@ -356,19 +378,26 @@ func walkTasks(prog *ebpf.Program, pid int) ([]byte, error) {
 		return nil, fmt.Errorf("attach iterator: %w", err)
 	}
 	defer unix.Close(linkFD)
-	return readIter(linkFD)
+	err = readIter(linkFD, func(all io.Reader) error {
+		shown, err = io.ReadAll(all)
+		return err
+	})
+	return shown, err
 }
 
-func readIter(linkFD int) ([]byte, error) {
+func readIter(linkFD int, read func(io.Reader) error) error {
 	iter := struct{ link, flags uint32 }{link: uint32(linkFD)}
 	fd, err := bpfCall(bpfIterCreate, unsafe.Pointer(&iter), unsafe.Sizeof(iter))
 	if err != nil {
-		return nil, fmt.Errorf("create iterator: %w", err)
+		return fmt.Errorf("create iterator: %w", err)
 	}
 	f := os.NewFile(uintptr(fd), "bpf_iter")
 	defer f.Close()
-	return io.ReadAll(f)
+	return read(bufio.NewReaderSize(f, iterBuffer))
 }
+
+// iterBuffer is what the kernel shows at a time: bpf_seq_read fills eight pages (kernel/bpf/bpf_iter.c).
+const iterBuffer = 32 << 10
 
 // attachIter creates an iterator link, limited to a process unless pid is 0. The library has no option for
 // the process.
