@@ -191,6 +191,60 @@ static __always_inline void listen_in(struct sock *sk, __u64 cookie, const struc
 	}
 }
 
+/* Whose listeners a backend's open ones are changes by n. */
+static __always_inline void count_alive(__u64 backend, __u8 flags, __s32 n)
+{
+	struct alive none = {}, *l;
+
+	if (n > 0)
+		bpf_map_update_elem(&listeners, &backend, &none, BPF_NOEXIST);
+	l = bpf_map_lookup_elem(&listeners, &backend);
+	if (!l && n > 0)
+		failed(ERROR_LISTENERS_FULL);
+	else if (l && (flags & LISTENER_ASIDE))
+		__sync_fetch_and_add(&l->aside, n);
+	else if (l)
+		__sync_fetch_and_add(&l->live, n);
+}
+
+/* Takes a listener that another backend has left, with its count as it is. */
+static __always_inline bool take_listener(struct tag *t, const struct watch_rule *to, __u8 flags)
+{
+	__u64 cookie = t->cookie;
+	struct count *c = bpf_map_lookup_elem(&counts, &cookie);
+
+	if (!c || t->st != TAG_LISTENER)
+		return false;
+	flags |= t->flags & ~LISTENER_ASIDE;
+	t->flags = c->flags = flags;
+	t->gen = c->gen = to->gen;
+	t->backend = c->backend = to->backend;
+	count_alive(to->backend, flags, 1);
+	return true;
+}
+
+/*
+ * A connection goes with its count to whom that belongs. One whose listener has closed and that was
+ * left goes to whoever wants its address.
+ */
+static __always_inline void follow_count(struct tag *t, const struct watch_rule *to)
+{
+	__u64 cookie = t->cookie;
+	struct count *c = bpf_map_lookup_elem(&counts, &cookie);
+	__u8 flags = 0;
+
+	if (!c)
+		return;
+	if (!c->backend && wanted(to, &c->addr, &flags)) {
+		c->gen = to->gen;
+		c->backend = to->backend;
+	}
+	if (c->backend == to->backend) {
+		t->gen = to->gen;
+		t->backend = to->backend;
+	}
+}
+
 /* Counts a connection that has no tag as init says, or catches up with one that has. */
 static __always_inline void take_in(struct sock *sk, struct tag *t, struct tag *init,
 				    const struct walk_order *w, struct walk_result *done)
@@ -269,7 +323,9 @@ int adopt(struct bpf_iter__task_file *ctx)
 		if (w->conns || !bpf_core_type_exists(struct mptcp_sock))
 			return 0;
 		sk = BPF_CORE_READ((struct mptcp_sock *)sk, first);
-		if (!sk || subflow_tag(sk, w, &init))
+		if (!sk)
+			return 0;
+		if (subflow_tag(sk, w, &init) && bpf_map_lookup_elem(&counts, &init.cookie))
 			return 0;
 		local_address(sk, &a);
 		if (BPF_CORE_READ(sk, __sk_common.skc_state) == TCP_LISTEN && a.port &&
@@ -282,10 +338,15 @@ int adopt(struct bpf_iter__task_file *ctx)
 	t = bpf_sk_storage_get(&tags, sk, NULL, 0);
 
 	if (!w->conns) {
-		if (st != TCP_LISTEN || a.port == 0 || t)
+		if (st != TCP_LISTEN || a.port == 0 || (t && t->backend))
 			return 0;
 		if (!wanted(&w->target, &a, &flags))
 			return 0;
+		if (t) {
+			if (take_listener(t, &w->target, flags))
+				done->listeners++;
+			return 0;
+		}
 		listen_in(sk, bpf_get_socket_cookie(sk), &a, w->target.backend, w->target.gen,
 			  flags, done);
 		return 0;
@@ -293,6 +354,8 @@ int adopt(struct bpf_iter__task_file *ctx)
 
 	if (st == TCP_LISTEN)
 		return 0;
+	if (t && t->backend != w->target.backend)
+		follow_count(t, &w->target);
 	if (!t) {
 		key.netns = a.netns;
 		key.port = a.port;
@@ -423,6 +486,52 @@ int disown(struct bpf_iter__task_file *ctx)
 	step(t, TAG_DONE, BY_ADOPT, true);
 	bpf_sk_storage_delete(&tags, sk);
 	done->conns++;
+	return 0;
+}
+
+/*
+ * Leaves what a backend's processes have open to whoever adopts it next: it goes on being counted,
+ * for nobody. What waits in an accept queue has no file, and is taken by its count.
+ */
+SEC("iter/task_file")
+int leave(struct bpf_iter__task_file *ctx)
+{
+	struct task_struct *task = ctx->task;
+	struct file *file = ctx->file;
+	struct walk_result *done;
+	__u32 zero = 0, tgid;
+	struct walk_order *w;
+	struct count *c;
+	struct sock *sk;
+	struct tag *t;
+	__u64 cookie;
+	__u16 protocol;
+
+	if (!task || !file)
+		return 0;
+	tgid = task->tgid;
+	w = bpf_map_lookup_elem(&walk, &zero);
+	done = bpf_map_lookup_elem(&walked, &zero);
+	if (!w || !done || (w->tgid && w->tgid != tgid))
+		return 0;
+	sk = socket_of(file, &protocol);
+	if (!sk || protocol != IPPROTO_TCP)
+		return 0;
+	t = bpf_sk_storage_get(&tags, sk, NULL, 0);
+	if (!t || t->backend != w->target.backend)
+		return 0;
+	cookie = t->cookie;
+	c = bpf_map_lookup_elem(&counts, &cookie);
+	if (!c)
+		return 0;
+	if (t->st == TAG_LISTENER) {
+		count_alive(t->backend, t->flags, -1);
+		done->listeners++;
+	} else {
+		done->conns++;
+	}
+	c->backend = 0;
+	t->backend = 0;
 	return 0;
 }
 

@@ -64,6 +64,7 @@ type fileReaders struct {
 		Files    *ebpf.Program `ebpf:"files"`
 		Adopt    *ebpf.Program `ebpf:"adopt"`
 		Disown   *ebpf.Program `ebpf:"disown"`
+		Leave    *ebpf.Program `ebpf:"leave"`
 		Walk     *ebpf.Map     `ebpf:"walk"`
 		Walked   *ebpf.Map     `ebpf:"walked"`
 		Adopting *ebpf.Map     `ebpf:"adopting"`
@@ -77,7 +78,7 @@ func (r *fileReaders) close() error {
 		return nil
 	}
 	o := &r.objs
-	return errors.Join(o.Files.Close(), o.Adopt.Close(), o.Disown.Close(),
+	return errors.Join(o.Files.Close(), o.Adopt.Close(), o.Disown.Close(), o.Leave.Close(),
 		o.Walk.Close(), o.Walked.Close(), o.Adopting.Close(), o.Chosen.Close())
 }
 
@@ -192,7 +193,8 @@ var tick = sync.OnceValue(func() time.Duration {
 })
 
 // Adopt makes what the processes have open already the backend's: their listeners, which begin to be
-// counted with what comes, and the connections that their listeners have accepted. Install and watch
+// counted with what comes, and the connections that their listeners have accepted. What a backend was removed from (see
+// RemoveBackend) comes with its counts. Install and watch
 // first, so that nothing falls between. It is idempotent and returns how many were new.
 //
 // A connection that waits in an accept queue has no file and is adopted once it is accepted: repeat
@@ -282,6 +284,26 @@ func (r *fileReaders) adopt(prog *ebpf.Program, pids []int, order filesWalkOrder
 	}
 	err := r.objs.Walked.Lookup(uint32(0), &done)
 	return done, err
+}
+
+// leave gives up what the processes of a backend have open without ending its counts, which go on for nobody until a backend
+// adopts the sockets.
+func (h *Host) leave(backend uint64, pids []int) error {
+	if len(pids) == 0 {
+		return nil
+	}
+	r, err := h.readers()
+	if errors.Is(err, ErrNotSupported) {
+		return nil // and nothing can be adopted
+	} else if err != nil {
+		return err
+	}
+	order := filesWalkOrder{Tags: r.tagsID}
+	order.Target.Backend = backend
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	_, err = r.adopt(r.objs.Leave, pids, order)
+	return err
 }
 
 // Disown takes connections that the calling process holds out of their backend's count, as if they had closed, and

@@ -148,6 +148,7 @@ const (
 	filesProgDisown          = "disown"
 	filesProgFiles           = "files"
 	filesProgInherit         = "inherit"
+	filesProgLeave           = "leave"
 	filesProgTasks           = "tasks"
 	filesVarFileRecordLayout = "file_record_layout"
 	filesVarNetnsByInode     = "netns_by_inode"
@@ -202,6 +203,7 @@ type filesProgramSpecs struct {
 	Disown      *ebpf.ProgramSpec `ebpf:"disown"`
 	Files       *ebpf.ProgramSpec `ebpf:"files"`
 	Inherit     *ebpf.ProgramSpec `ebpf:"inherit"`
+	Leave       *ebpf.ProgramSpec `ebpf:"leave"`
 	Tasks       *ebpf.ProgramSpec `ebpf:"tasks"`
 }
 
@@ -320,6 +322,7 @@ type filesPrograms struct {
 	Disown      *ebpf.Program `ebpf:"disown"`
 	Files       *ebpf.Program `ebpf:"files"`
 	Inherit     *ebpf.Program `ebpf:"inherit"`
+	Leave       *ebpf.Program `ebpf:"leave"`
 	Tasks       *ebpf.Program `ebpf:"tasks"`
 }
 
@@ -331,6 +334,7 @@ func (p *filesPrograms) Close() error {
 		p.Disown,
 		p.Files,
 		p.Inherit,
+		p.Leave,
 		p.Tasks,
 	)
 }

@@ -167,15 +167,20 @@ func (h *Host) Backends() ([]uint64, error) {
 
 // RemoveBackend removes all that belongs to a backend: its rule first, which opens it, then its
 // admissions with the pass entries made for it, what it watches, its drain, its ring and its counts, in
-// installations of other layouts too. Sockets that carry its tag are no longer counted.
-func (h *Host) RemoveBackend(id uint64) error {
+// installations of other layouts too. pids are its processes that live on: what they have open goes on being counted, for whoever
+// adopts it next. Other sockets that carry its tag are not counted any more, and cannot be adopted. Counts that were kept like this and have
+// come to nothing go too.
+func (h *Host) RemoveBackend(id uint64, pids ...int) error {
 	errs := []error{
 		remove(h.maps.Backends, id),
 		removeWhere(h.maps.Watch, func(_ censusWatchKey, v censusWatchRule) bool { return v.Backend == id }),
 		removeWhere(h.maps.Admissions, func(_ censusAddress, v censusAdmission) bool { return v.Backend == id }),
 		remove(h.maps.Drains, id),
 		remove(h.maps.Events, id),
-		removeWhere(h.maps.Counts, func(_ uint64, v censusCount) bool { return v.Backend == id }),
+		h.leave(id, pids), // once nothing new becomes its own
+		removeWhere(h.maps.Counts, func(_ uint64, v censusCount) bool {
+			return v.Backend == id || v.Backend == 0 && v.Listening == 0 && v.Live == 0 && v.Closing == 0
+		}),
 		remove(h.maps.Listeners, id),
 		h.opts.eachOther(func(o *other) error { return o.remove(id) }),
 	}

@@ -1064,7 +1064,7 @@ func (k *kernelDatapath) close(remove bool) error {
 	k.cancel()
 	k.wg.Wait()
 	if remove {
-		err = errors.Join(err, k.host.RemoveBackend(k.id))
+		err = errors.Join(err, k.host.RemoveBackend(k.id, k.pids()...))
 		if !k.shared {
 			_, rerr := k.host.Release()
 			err = errors.Join(err, rerr)

@@ -14,6 +14,7 @@ import (
 	"github.com/ebbproxy/ebb/bpf"
 	"github.com/ebbproxy/ebb/internal/api"
 	"github.com/ebbproxy/ebb/internal/config"
+	"github.com/ebbproxy/ebb/probes"
 )
 
 // orphans removes what an earlier agent of this host has left of backends that are configured no more: it did not live to see
@@ -37,14 +38,21 @@ func (n *node) orphans(cfg *config.Config) error {
 		}
 		path := filepath.Join(cfg.State.Dir, "backends", name+".journal")
 		id := agentBackendID(name)
+		var pids []int
 		if f, err := os.Open(path); err == nil {
 			h, _, err := readJournal(f)
-			if err == nil && h.lastRun != nil {
-				id = h.lastRun.Backend
+			if r := h.lastRun; err == nil && r != nil {
+				id = r.Backend
+				if r.BootID == bootID() && probes.Alive(r.PID, r.Start) {
+					tree, _ := probes.Tree(r.PID) // one that has ended meanwhile leaves nothing
+					for _, p := range tree {
+						pids = append(pids, p.PID)
+					}
+				}
 			}
 			f.Close()
 		}
-		if err := n.forget(id); err != nil {
+		if err := n.forget(id, pids...); err != nil {
 			errs = append(errs, err)
 			continue
 		}
@@ -118,11 +126,11 @@ func (n *node) recorded(dir, ext string) (names []string) {
 	return names
 }
 
-func (n *node) forget(id uint64) error {
+func (n *node) forget(id uint64, pids ...int) error {
 	if n.host == nil {
 		return nil
 	}
-	return n.host.RemoveBackend(id)
+	return n.host.RemoveBackend(id, pids...)
 }
 
 // genOf is the generation that the kernel knows a backend by; 0 if it knows none.

@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -126,6 +127,45 @@ func TestC40_ConfiguredNoMore(t *testing.T) {
 	if e := d.ended(got.ID); e.Outcome != drain.OutcomeCancelled {
 		t.Errorf("the drain ended %s, want cancelled", e.Outcome)
 	}
+}
+
+// A backend that is configured no more and then again, as it was or by another name, is counted as if nothing had been.
+func TestC40_ConfiguredAnew(t *testing.T) {
+	t.Parallel()
+	n := newNode(t, "")
+	conf := func(name string) string {
+		text := agentBudget + "services:\n" + service("other", n.ns, 8099)
+		if name != "" {
+			text += service(name, n.ns, 8081, "on_new: refuse")
+		}
+		return text
+	}
+	n.set(conf("one"))
+	named(t, n.ns, "one", webAddr)
+	eventually(t, "it listens", func() bool { return len(walk(t, n.ns, 1<<10, 8081)) == 1 })
+	before := dialHTTP(t, n.ns, webAddr)
+	before.get(t, "/")
+	d := n.agent()
+	n.ready("one")
+	open, was := int64(1), "one"
+	for _, name := range []string{"one", "two"} {
+		d.reload(conf(""))
+		eventually(t, "it is configured no more", func() bool {
+			err := n.ask(func(ctx context.Context, c *api.Client) error { _, err := c.Backend(ctx, was); return err })
+			return errors.Is(err, api.ErrUnknown)
+		})
+		meanwhile := dialHTTP(t, n.ns, webAddr)
+		meanwhile.get(t, "/")
+		open++
+		d.reload(conf(name))
+		n.awaitView(name, "counted", func(b api.Backend) bool { return b.Ready && b.Counts.Open != nil && *b.Counts.Open == open })
+		before.get(t, "/")
+		was = name
+	}
+	hold := holdOpen(t, n.ns, webAddr)
+	defer hold.Close()
+	n.drains("two", api.DrainRequest{})
+	n.mustRefuse(webAddr)
 }
 
 // Every action is an event that says who asked for it. An application may ask for its own backend, and for nothing else.
