@@ -81,7 +81,8 @@ type Options struct {
 //	   │ acknowledged                                                             │
 //	   └──────────────────────────────────────────────────────────────────────────┘
 //
-// Holds of a lost session do not count. They do again when it gives a sign of life.
+// Holds of a lost session do not count. They do again when it gives a sign of life. An application is as silent as its process:
+// of several sessions of one, those that are silent for lost while another is not end as a holder's do.
 type Book struct {
 	o   Options
 	log *slog.Logger
@@ -525,7 +526,7 @@ func (b *Book) find(id string, p api.Process) (*session, error) {
 	var found *session
 	start := b.started(p.PID)
 	for _, s := range b.Sessions {
-		if s.PID != p.PID || start != 0 && s.Start != 0 && start != s.Start {
+		if !s.of(p.PID, start) {
 			continue
 		}
 		if found != nil {

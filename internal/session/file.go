@@ -65,6 +65,11 @@ type event struct {
 // lives reports whether it is an application's that is not lost.
 func (s *session) lives() bool { return s.Role == api.RoleApp && s.health != api.HealthLost }
 
+// of reports whether a process has registered it; a start of 0 is not known.
+func (s *session) of(pid int, start uint64) bool {
+	return s.PID == pid && (start == 0 || s.Start == 0 || start == s.Start)
+}
+
 // lease is the index of a lease by id, or −1.
 func (s *session) lease(id string) int {
 	return slices.IndexFunc(s.Holds, func(l api.Lease) bool { return l.ID == id })

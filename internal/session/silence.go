@@ -38,6 +38,20 @@ func (b *Book) judge(s *session, h api.Health) {
 	b.say(s, string(h))
 }
 
+// heardOf is when the process of a session was last heard of. An application that had to register anew, since it did not get
+// the answer, speaks by its new session alone: it lives.
+func (b *Book) heardOf(s *session) time.Duration {
+	heard := s.heard
+	if s.Role == api.RoleApp {
+		for _, x := range b.Sessions {
+			if x.Role == api.RoleApp && x.of(s.PID, s.Start) {
+				heard = max(heard, x.heard)
+			}
+		}
+	}
+	return heard
+}
+
 // look judges every session by its silence, and returns when to look again; 0: not before something wakes it.
 func (b *Book) look() time.Duration {
 	b.resolve()
@@ -49,10 +63,12 @@ func (b *Book) look() time.Duration {
 	}
 	next := b.tick()
 	for _, s := range slices.Clone(b.Sessions) {
-		silent := b.up - s.heard
+		silent := b.up - b.heardOf(s)
 		switch {
-		case silent >= b.o.Lost && s.Role == api.RoleHolder:
+		case b.up-s.heard >= b.o.Lost && s.Role == api.RoleHolder:
 			b.drop(s, "silent")
+		case b.up-s.heard >= b.o.Lost && silent < b.o.Lost:
+			b.drop(s, "silent, while its process speaks by another")
 		case silent >= b.o.Lost:
 			b.judge(s, api.HealthLost)
 		case silent >= b.o.Suspect:

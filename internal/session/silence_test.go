@@ -127,6 +127,74 @@ func TestR13_OneSilentApplicationIsEnough(t *testing.T) {
 }
 
 // While this process does not run nobody can bring it a sign of life.
+func TestR13_AProcessThatHasRegisteredAnewIsNotSilent(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var o owner
+		opt := o.options()
+		start := uint64(1)
+		opt.Started = func(int) (uint64, error) { return start, nil }
+		b := open(t, opt)
+		run(t, b)
+		first := enter(t, b, 10, api.SessionRequest{})
+		call(t, b, first, api.SessionCall{Op: "hold", Name: "job"})
+		time.Sleep(5 * time.Second)
+		second := enter(t, b, 10, api.SessionRequest{})
+		enter(t, b, 10, api.SessionRequest{Role: api.RoleHolder})
+		for range 4 {
+			time.Sleep(2499 * time.Millisecond)
+			call(t, b, second, api.SessionCall{Op: "heartbeat"})
+			if h, why := b.Health(); h != api.HealthOK {
+				t.Fatalf("got %s (%s), although the process is heard of", h, why)
+			}
+		}
+		if n, _ := b.Holds(); n != 1 {
+			t.Errorf("got %d holds within lost of the last that was heard of who holds, want 1", n)
+		}
+		time.Sleep(time.Second)
+		synctest.Wait()
+		refused(t, b, first, api.SessionCall{Op: "get"}, api.ErrUnknownSession)
+		if n, _ := b.Holds(); n != 0 {
+			t.Errorf("got %d holds of a session that has ended", n)
+		}
+		if n := len(b.Views()); n != 2 {
+			t.Errorf("got %d sessions, want the second one and the holder", n)
+		}
+		// Another process of the same number says nothing of this one, nor does one that only holds.
+		start = 2
+		enter(t, b, 10, api.SessionRequest{})
+		for range 8 {
+			time.Sleep(2 * time.Second)
+			for _, v := range b.Views() {
+				if v.ID != second {
+					call(t, b, v.ID, api.SessionCall{Op: "heartbeat"})
+				}
+			}
+		}
+		if h, _ := b.Health(); h != api.HealthLost {
+			t.Errorf("got %s, want lost", h)
+		}
+	})
+}
+
+func TestR13_AProcessThatIsSilentByAllItsSessionsIsLost(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var o owner
+		b := open(t, o.options())
+		run(t, b)
+		enter(t, b, 10, api.SessionRequest{})
+		time.Sleep(5 * time.Second)
+		enter(t, b, 10, api.SessionRequest{})
+		for _, want := range []api.Health{api.HealthOK, api.HealthSuspect, api.HealthLost} { // at 5, 12 and 16 s of silence
+			synctest.Wait()
+			time.Sleep(map[api.Health]time.Duration{api.HealthOK: 5, api.HealthSuspect: 7, api.HealthLost: 4}[want] * time.Second)
+			synctest.Wait()
+			if h, _ := b.Health(); h != want {
+				t.Errorf("got %s, want %s", h, want)
+			}
+		}
+	})
+}
+
 func TestR13_OurOwnSilenceIsNobodyElses(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var o owner
