@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -37,13 +38,14 @@ type twins struct {
 func newTwins(t *testing.T, argv func(addr string) []string, keys string) *twins {
 	t.Helper()
 	p := &twins{node: newNode(t, ""), argv: argv}
-	// The quiet period is longer than a busy machine keeps a load from sending.
-	p.set("defaults: {grace: 60s, flush_timeout: 5s, reserve: 3s, quiet_period: 1s}\nservices:\n" +
-		backendsOf("web", fmt.Sprintf("listen: [%q]\n", serviceAddr)+keys,
-			"name: leaving, match: "+match(p.ns, leavingPort), "name: staying, match: "+match(p.ns, stayingPort)))
+	p.set(agentBudget + "services:\n" + backendsOf("web", fmt.Sprintf("listen: [%q]\n", serviceAddr)+keys,
+		"name: leaving, match: "+match(p.ns, leavingPort), "name: staying, match: "+match(p.ns, stayingPort)))
 	p.leaving = p.instance(leavingPort)
 	p.agent = p.node.agent()
 	p.shares("leaving", "leaving")
+	if strings.Contains(keys, apiFlush) {
+		p.sessions("leaving", 1)
+	}
 	return p
 }
 
