@@ -65,16 +65,18 @@ type node struct {
 	metrics *metrics.Metrics
 	lease   atomic.Pointer[lease.Lease]
 	moved   atomic.Pointer[time.Time] // when the goroutine of run last went on
-	heard   atomic.Pointer[time.Time] // when the front of applications last spoke; nil: never
-	here    atomic.Bool               // this process answers applications itself
-	watcher *discovery.Watcher
-	snap    discovery.Snapshot // of look
-	pokes   chan struct{}      // a look at the host is due
-	room    chan struct{}      // the configuration is to be applied again: one that left has gone, or something was in the way
-	audits  chan struct{}      // those of routine that run
-	turns   chan struct{}      // of capacity 1: a backend may have become ready, or shown its version
-	ctx     context.Context
-	wg      sync.WaitGroup
+	// A look was asked for by a process of no backend, less than lookAtAll ago.
+	askedFor atomic.Bool
+	heard    atomic.Pointer[time.Time] // when the front of applications last spoke; nil: never
+	here     atomic.Bool               // this process answers applications itself
+	watcher  *discovery.Watcher
+	snap     discovery.Snapshot // of look
+	pokes    chan struct{}      // a look at the host is due
+	room     chan struct{}      // the configuration is to be applied again: one that left has gone, or something was in the way
+	audits   chan struct{}      // those of routine that run
+	turns    chan struct{}      // of capacity 1: a backend may have become ready, or shown its version
+	ctx      context.Context
+	wg       sync.WaitGroup
 
 	// Of apply alone.
 	unsteered string      // why a service is not steered
@@ -653,9 +655,19 @@ func (n *node) seatsOf(service string) []*seat {
 	return out
 }
 
-// owns is the backend that a process belongs to. It is asked before each request of an application, and so does not look at
-// all processes of a backend but at the ancestors of this one.
+// owns is the backend that a process belongs to. A process of none may be one that we are waiting for.
 func (n *node) owns(_ context.Context, pid int) (string, bool) {
+	name, ok := n.ownerOf(pid)
+	if !ok && n.missing() && n.askedFor.CompareAndSwap(false, true) {
+		n.poke()
+		time.AfterFunc(lookAtAll, func() { n.askedFor.Store(false) })
+	}
+	return name, ok
+}
+
+// ownerOf is asked before each request of an application, and so does not look at all processes of a backend but at the
+// ancestors of this one.
+func (n *node) ownerOf(pid int) (string, bool) {
 	mains, groups := map[int]string{}, map[string]string{}
 	n.mu.Lock()
 	for _, s := range n.seats {
