@@ -133,7 +133,9 @@ func DialURL(rawURL string, p Proof) (*Client, error) {
 		if err != nil {
 			return fail(err)
 		}
-		c.token = strings.TrimSpace(string(b))
+		if c.token = strings.TrimSpace(string(b)); strings.ContainsAny(c.token, " \t\r\n") {
+			return fail(fmt.Errorf("%s holds more than one word, and a token is one", p.TokenFile))
+		}
 	}
 	return c, nil
 }
@@ -448,7 +450,11 @@ func (c *Client) sendAs(ctx context.Context, session, method, target string, bod
 	}
 	p := &Problem{}
 	if err := json.Unmarshal(b, p); err != nil || p.Status == 0 {
-		p = &Problem{Type: "about:blank", Title: resp.Status, Status: resp.StatusCode}
+		// It is no server of this API, or none of this one's.
+		p = &Problem{
+			Type: "about:blank", Title: resp.Status, Status: resp.StatusCode,
+			Detail: fmt.Sprintf("%s answered %s: %.200q", c.path, resp.Status, bytes.TrimSpace(b)),
+		}
 	}
 	return nil, p
 }

@@ -181,6 +181,9 @@ func TestRemoteByCertificate(t *testing.T) {
 			t.Errorf("in the clear: got %d", resp.StatusCode)
 		}
 	}
+	if err := ask(t, "http://"+e.addr, api.Proof{}); err == nil || !strings.Contains(err.Error(), "http://"+e.addr+" answered 400 Bad Request: \"Client sent an HTTP request to an HTTPS server.\"") {
+		t.Errorf("in the clear: got %v, want what is there instead", err)
+	}
 	if calls := e.source.Calls(); len(calls) != 1 {
 		t.Errorf("the source was asked to %v", calls)
 	}
@@ -364,7 +367,7 @@ func TestRemoteRefusesWhatIsNotSafe(t *testing.T) {
 	}
 	for url, p := range map[string]api.Proof{
 		"ftp://h": {}, "https://": {}, "https://h/v1": {}, "https://u:p@h": {}, "http://192.0.2.1:80": {TokenFile: token},
-		"http://127.0.0.1:1": {CA: ca.file}, "https://h": {Cert: cert},
+		"http://127.0.0.1:1": {CA: ca.file}, "https://h": {Cert: cert}, "https://h:1": {TokenFile: ca.file},
 	} {
 		if c, err := api.DialURL(url, p); err == nil {
 			_ = c.Close()
