@@ -9,15 +9,15 @@ import (
 	"github.com/ebbproxy/ebb/internal/api"
 )
 
-// selfCaller answers /call by what a connection of its own to the address of its service meets: the name of who answers
-// there, or refused. The connection stays open.
+// selfCaller answers /call by what a connection of its own to its own address meets: the name of who answers there, or
+// refused; /call?HOST:PORT by the same of another address. The connection stays open.
 const selfCaller = `
 import http.server, socket, sys
 addr, port = sys.argv[1], int(sys.argv[2])
 kept = []
-def call():
+def call(to):
     try:
-        c = socket.create_connection((addr, port))
+        c = socket.create_connection(to.split(":") if to else (addr, port))
     except ConnectionRefusedError:
         return b"refused"
     kept.append(c)
@@ -35,7 +35,8 @@ def call():
 class H(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def do_GET(self):
-        b = call() if self.path == "/call" else b"hello\n"
+        path, _, to = self.path.partition("?")
+        b = call(to) if path == "/call" else b"hello\n"
         self.send_response(200)
         self.send_header("X-Served-By", "self")
         self.send_header("Content-Length", str(len(b)))
