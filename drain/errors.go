@@ -30,6 +30,10 @@ var (
 	// Nothing was changed.
 	ErrJournal = errors.New("the journal cannot be written")
 
+	// ErrHeld is returned by World.Journal for the record of a flush on zero while the application holds something, which
+	// SetHolds has perhaps not said yet. The record is not written, and the drain goes on waiting.
+	ErrHeld = errors.New("the application holds the flush")
+
 	// ErrRecord is wrapped by New when the record to resume from cannot be one of this generation.
 	ErrRecord = errors.New("the record does not fit")
 

@@ -31,6 +31,7 @@ type world struct {
 	// flush blocks until this is closed, or ctx is over; nil returns at once.
 	flushed chan struct{}
 	onKill  func()
+	refuse  error // of the record of a flush on zero
 	cutRep  CutReport
 
 	calls   []call
@@ -125,6 +126,9 @@ func (w *world) Journal(r Record) error {
 	w.note("journal "+r.Type, r)
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if r.Type == recordFlush && r.FlushReason == FlushZero && w.refuse != nil {
+		return w.refuse
+	}
 	if w.journalErr == nil {
 		w.records = append(w.records, r)
 	}
@@ -928,6 +932,44 @@ func TestR22_HoldsKeepTheFlush(t *testing.T) {
 			t.Errorf("a hold past the wait slice: got reason %s at %v, want deadline at 17s", st.FlushReason, w.all("flush")[0].at)
 		}
 	})
+}
+
+// A hold that the machine has not heard of yet keeps the flush too.
+func TestR22_HoldThatIsNotKnownYetKeepsTheFlush(t *testing.T) {
+	for _, at := range []FlushReason{FlushZero, FlushDeadline} {
+		synctest.Test(t, func(t *testing.T) {
+			w := newWorld()
+			w.refuse = ErrHeld
+			b := run(t, w)
+			b.begin(Request{Policy: budget})
+			after(12 * time.Second)
+			if n := w.count("journal flush"); n < 2 {
+				t.Errorf("got %d attempts to flush, want one with each look", n)
+			}
+			if st := b.Status(); w.count("flush") != 0 || st.State != StateDraining || st.Phase != PhaseWait || st.FlushReason != "" {
+				t.Fatalf("got %s in %s, flush %q, want to wait", st.State, st.Phase, st.FlushReason)
+			}
+			outcome, sent := OutcomeExpired, 17*time.Second
+			if at == FlushZero {
+				outcome, sent = OutcomeDrained, 12*time.Second
+				w.set(func(w *world) { w.refuse = nil })
+				b.SetHolds(0, nil)
+			}
+			st := b.outcome(outcome)
+			if f := w.all("flush"); len(f) != 1 || st.FlushReason != at || f[0].at < sent || f[0].at > sent+10*time.Millisecond {
+				t.Errorf("got flushes %+v for %s, want one at %v for %s", f, st.FlushReason, sent, at)
+			}
+			n := 0
+			for _, r := range w.records {
+				if r.Type == recordFlush {
+					n++
+				}
+			}
+			if n != 1 {
+				t.Errorf("got %d records of the flush, want 1", n)
+			}
+		})
+	}
 }
 
 func TestD4_UnknownIsNeverZero(t *testing.T) {

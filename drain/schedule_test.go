@@ -35,6 +35,8 @@ type chaos struct {
 	endings map[string]int // of late connections, by drain
 	closed  bool
 	ready   bool
+	held    int      // by the application, which the machine may not know yet
+	tooLate bool     // to take a hold
 	broken  []string // what must never happen
 }
 
@@ -79,6 +81,12 @@ func (c *chaos) Journal(r Record) error {
 	_, err := c.trouble(time.Second)
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if r.Type == recordFlush {
+		if r.FlushReason == FlushZero && c.held > 0 {
+			err = ErrHeld
+		}
+		c.tooLate = !errors.Is(err, ErrHeld)
+	}
 	c.say("journal %s %v", r.Type, err)
 	return err
 }
@@ -144,6 +152,12 @@ func (c *chaos) Flush(ctx context.Context, r FlushRequest) error {
 	c.reasons[r.Drain] = r.Reason
 	if r.Reason == FlushZero && c.open != 0 && c.closed {
 		c.wrong("flush on zero with %d in flight", c.open)
+	}
+	if r.Reason == FlushZero && c.held > 0 {
+		c.wrong("flush on zero with %d held", c.held)
+	}
+	if !c.tooLate {
+		c.wrong("flush without a record")
 	}
 	never := c.rnd.IntN(4) == 0
 	c.mu.Unlock()
@@ -339,7 +353,16 @@ func schedule(t *testing.T, seed uint64) (broken, trace []string) {
 				wrong("stale begin: %v", err)
 			}
 		case k == 9:
-			m.SetHolds(rnd.IntN(3)/2, []string{"job"})
+			// What the application is given, or gives back, the machine hears of a little later.
+			n := rnd.IntN(3) / 2
+			c.mu.Lock()
+			if c.tooLate {
+				n = min(n, c.held)
+			}
+			c.held = n
+			c.mu.Unlock()
+			time.Sleep(time.Duration(rnd.Int64N(int64(time.Second))))
+			m.SetHolds(n, []string{"job"})
 		case k == 10 && rnd.IntN(8) == 0:
 			m.Exited([]error{nil, errors.New("exit status 2")}[rnd.IntN(2)])
 		case k < 14:
@@ -358,6 +381,9 @@ func schedule(t *testing.T, seed uint64) (broken, trace []string) {
 		see("status", m.Status(), false)
 		time.Sleep(time.Duration(rnd.Int64N(int64(1500 * time.Millisecond))))
 	}
+	c.mu.Lock()
+	c.held = 0
+	c.mu.Unlock()
 	m.SetHolds(0, nil)
 	if st := m.Status(); st.ID != "" && st.Outcome == "" {
 		select {

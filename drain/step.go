@@ -238,8 +238,10 @@ func (m *Machine) transition(now time.Time) bool {
 
 	case PhaseWait:
 		if d.fresh && d.quiet() && m.holds.Load().n == 0 {
-			m.flush(FlushZero, now)
-			return true
+			if m.flush(FlushZero, now) {
+				return true
+			}
+			d.fresh = false // ask again after the next look
 		}
 		if d.listStart.IsZero() {
 			if !listing {
@@ -578,8 +580,9 @@ func (m *Machine) list(now time.Time) {
 	m.call(callSurvivors, d.listBy, func(ctx context.Context, r *result) { r.list, r.err = m.opt.World.Survivors(ctx) })
 }
 
-// flush sends the flush. It is journalled first, so that no restart sends it again.
-func (m *Machine) flush(reason FlushReason, now time.Time) {
+// flush sends the flush. It is journalled first, so that no restart sends it again. One on zero is not sent, and everything
+// is as before, if the application holds something.
+func (m *Machine) flush(reason FlushReason, now time.Time) bool {
 	d := m.life
 	d.flushReason, d.flushAt = reason, now
 	if reason == FlushDeadline {
@@ -587,15 +590,21 @@ func (m *Machine) flush(reason FlushReason, now time.Time) {
 			d.listErr = errors.New("the list did not come in time")
 		}
 		m.tellSurvivors()
-	} else {
-		d.survivors = nil
 	}
-	m.state = StateFlushing
 	if m.enforce() {
-		if err := m.opt.World.Journal(m.record(d, recordFlush, PhaseFlush)); err != nil {
+		err := m.opt.World.Journal(m.record(d, recordFlush, PhaseFlush))
+		if reason == FlushZero && errors.Is(err, ErrHeld) {
+			d.flushReason, d.flushAt = "", time.Time{}
+			return false
+		}
+		if err != nil {
 			m.warn("the flush is not in the journal: a restart would send it again", err)
 		}
 	}
+	if reason == FlushZero {
+		d.survivors = nil
+	}
+	m.state = StateFlushing
 	m.enter(PhaseFlush, now)
 	// A flush that is late, as after an outage, is still sent, and given a moment.
 	if least := now.Add(minBudget); d.cutAt.Before(least) {
@@ -612,11 +621,12 @@ func (m *Machine) flush(reason FlushReason, now time.Time) {
 	if !m.enforce() {
 		d.flushBack, d.flushResult = true, FlushWould
 		m.would("flush: " + string(reason))
-		return
+		return true
 	}
 	// Its context lasts as long as the application may: it is how its end is heard of.
 	req := FlushRequest{Drain: d.id, Gen: m.opt.Gen, Reason: reason, TimeLeft: left}
 	m.call(callFlush, d.killAt(), func(ctx context.Context, r *result) { r.err = m.opt.World.Flush(ctx, req) })
+	return true
 }
 
 func (m *Machine) tellSurvivors() {

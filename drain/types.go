@@ -211,7 +211,8 @@ type CutReport struct {
 // rest, in a goroutine of the machine; a context ends when its slice does, with ErrSlice or ErrOver as
 // its cause, and the call must return soon after.
 type World interface {
-	// Journal makes the record durable before it returns.
+	// Journal makes the record durable before it returns. Of a flush on zero it decides, too, whether anything is held: it
+	// returns ErrHeld, or from then on the application gets no hold.
 	Journal(Record) error
 	// SetReady answers readiness probes from now on.
 	SetReady(ready bool)

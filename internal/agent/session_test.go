@@ -198,6 +198,39 @@ func TestR22_LeaseOfASessionBlocksTheFlush(t *testing.T) {
 	})
 }
 
+// A hold that is given between the machine's look at the holds and the flush's record keeps the flush; none is given after it.
+func TestR22_HoldThatRacesTheFlushKeepsIt(t *testing.T) {
+	dir := t.TempDir()
+	j, _, err := openJournal(filepath.Join(dir, "journal"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer j.close()
+	synctest.Test(t, func(t *testing.T) {
+		a := attendTo(t, dir, &quietWorld{}, drain.ModeEnforce, time.Now(), nil)
+		s := a.open(t, api.SessionRequest{})
+		b := a.inc.b
+		b.journal, b.boot = j, func() time.Duration { return 0 }
+		r := drain.Record{
+			Version: 1, Type: "flush", Drain: "d1", Backend: "web", Gen: 7, Policy: sessionPolicy, FlushReason: drain.FlushZero, CutBoot: int64(time.Minute),
+		}
+		a.call(t, s.ID, api.SessionCall{Op: "hold", Name: "job"})
+		if err := b.Journal(r); !errors.Is(err, drain.ErrHeld) {
+			t.Errorf("got %v, want held", err)
+		}
+		if n, err := os.ReadFile(j.path); err != nil || len(n) != 0 || len(a.told(t, s.ID)) != 0 {
+			t.Errorf("the journal has %q (%v), the session %v", n, err, a.told(t, s.ID))
+		}
+		a.call(t, s.ID, api.SessionCall{Op: "release", Name: "job"})
+		if err := b.Journal(r); err != nil {
+			t.Error(err)
+		}
+		if _, err := only(a.member).SessionCall(t.Context(), "web", s.ID, api.Process{}, api.SessionCall{Op: "hold", Name: "job"}); !errors.Is(err, api.ErrFlushing) {
+			t.Errorf("hold: got %v, want flushing", err)
+		}
+	})
+}
+
 // What was held before a restart in the middle of a drain is held after it, from the first moment on.
 func TestD13_LeasesOutliveARestart(t *testing.T) {
 	dir := t.TempDir()

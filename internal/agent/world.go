@@ -212,7 +212,11 @@ func (b *backend) Journal(r drain.Record) error {
 	if r.Type == "flush" {
 		// First, so that no work begins any more while the record is written. Each session is told once, over restarts too.
 		left := min(r.Policy.FlushTimeout, time.Duration(r.CutBoot)-b.boot())
-		if err := b.book.Flush(drain.FlushRequest{Drain: r.Drain, Gen: r.Gen, Reason: r.FlushReason, TimeLeft: max(0, left)}); err != nil {
+		err := b.book.Flush(drain.FlushRequest{Drain: r.Drain, Gen: r.Gen, Reason: r.FlushReason, TimeLeft: max(0, left)})
+		if errors.Is(err, drain.ErrHeld) {
+			return err
+		}
+		if err != nil {
 			b.log.Error("tell the sessions to flush", "drain", r.Drain, "err", err)
 		}
 	}

@@ -376,6 +376,11 @@ func (b *Book) Holds() (n int, names []string) {
 func (b *Book) Leases() []Held {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	return b.held()
+}
+
+// held is Leases with the book locked.
+func (b *Book) held() []Held {
 	var all []Held
 	if b.Unknown {
 		all = append(all, Held{Lease: api.Lease{Name: "sessions of before are not known", Since: b.made}})

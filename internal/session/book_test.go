@@ -294,7 +294,9 @@ func TestR22_TooLateToHoldOnceTheFlushHasBegun(t *testing.T) {
 			s := begin(t, b, "d1", 30*time.Second)
 			call(t, b, id, api.SessionCall{Op: "hold", Name: "job"})
 			if how == "flush" {
-				tellFlush(t, b, "d1")
+				if err := b.Flush(drain.FlushRequest{Drain: "d1", Gen: gen, Reason: drain.FlushDeadline, TimeLeft: 5 * time.Second}); err != nil {
+					t.Error(err)
+				}
 			} else {
 				b.Follow(flushing(s))
 			}
@@ -303,6 +305,44 @@ func TestR22_TooLateToHoldOnceTheFlushHasBegun(t *testing.T) {
 			b.Follow(over(s, drain.OutcomeDrained))
 			refused(t, b, id, api.SessionCall{Op: "hold", Name: "another"}, api.ErrFlushing)
 		})
+	}
+}
+
+// Whatever the machine has read before: a flush on zero goes out, or a hold is given, and never both.
+func TestR22_AHoldOrTheFlush(t *testing.T) {
+	var given, sent int
+	for i := range 300 {
+		var o owner
+		b := open(t, o.options())
+		id := enter(t, b, 10, api.SessionRequest{})
+		q := drain.FlushRequest{Drain: "d1", Gen: gen, Reason: drain.FlushZero, TimeLeft: 5 * time.Second}
+		var wg sync.WaitGroup
+		var held, flushed error
+		hold := func() { _, held = b.Call(t.Context(), id, api.Process{}, api.SessionCall{Op: "hold", Name: "job"}) }
+		flush := func() { flushed = b.Flush(q) }
+		if i%2 == 0 {
+			hold, flush = flush, hold
+		}
+		wg.Go(hold)
+		wg.Go(flush)
+		wg.Wait()
+		switch events := types(t, b, id, 0); {
+		case held == nil && errors.Is(flushed, drain.ErrHeld) && len(events) == 0:
+			given++
+			call(t, b, id, api.SessionCall{Op: "release", Name: "job"})
+			tellFlush(t, b, "d1")
+			want(t, types(t, b, id, 0), "draining", "flush")
+		case errors.Is(held, api.ErrFlushing) && flushed == nil && slices.Equal(events, []string{"draining", "flush"}):
+			sent++
+			if err := b.Flush(q); err != nil {
+				t.Errorf("the same flush again: got %v", err)
+			}
+		default:
+			t.Fatalf("hold: got %v; flush: got %v, and events %q", held, flushed, events)
+		}
+	}
+	if given == 0 || sent == 0 {
+		t.Errorf("got %d holds and %d flushes: only one of them has been tried first", given, sent)
 	}
 }
 

@@ -255,7 +255,9 @@ func FuzzDecode(f *testing.F) {
 			call(t, b, v.ID, api.SessionCall{Op: "ack", Seq: v.Seq})
 		}
 		notify(t, b, draining("d2", time.Hour))
-		tellFlush(t, b, "d2")
+		if err := b.Flush(drain.FlushRequest{Drain: "d2", Gen: gen, Reason: drain.FlushDeadline}); err != nil {
+			t.Error(err)
+		}
 		b.Follow(over(draining("d2", time.Hour), drain.OutcomeDrained))
 		b.Holds()
 		b.HeldDuring("d2")

@@ -131,15 +131,20 @@ func (b *Book) Draining(n drain.Notice, flushBy time.Time) error {
 	})
 }
 
-// Flush queues the flush, once per drain and session: again with the same drain it does nothing. The error wraps
-// [api.ErrStale] for another generation.
+// Flush queues the flush, once per drain and session: again with the same drain it does nothing. From then on nobody is given
+// a hold. The error wraps [api.ErrStale] for another generation, and [drain.ErrHeld] for a flush on zero while something is
+// held: then nobody is told.
 func (b *Book) Flush(q drain.FlushRequest) error {
 	return b.do(func() error {
 		if q.Gen != b.o.Gen {
 			b.stale++
 			return fmt.Errorf("%w: the flush is for %d, the sessions are of %d", api.ErrStale, q.Gen, b.o.Gen)
 		}
-		if !b.isOver(q.Drain) {
+		told := b.isOver(q.Drain) || b.Told != nil && b.Told.ID == q.Drain && b.Told.Flush != nil
+		if n := len(b.held()); n > 0 && q.Reason == drain.FlushZero && !told {
+			return fmt.Errorf("%w: %d leases", drain.ErrHeld, n)
+		}
+		if !told {
 			b.flush(q.Drain, q.Reason, time.Now().Add(q.TimeLeft))
 		}
 		return nil
