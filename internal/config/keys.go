@@ -333,6 +333,8 @@ func (s *Service) check(r *reader, path string) {
 	case unix.SIGSTOP, unix.SIGCONT, unix.SIGCHLD:
 		r.refuse(path+".flush.signal", "no program ends at it")
 	}
+	s.checkPort(s.Notify, r, path+".notify")
+	s.checkPort(s.Flush, r, path+".flush")
 	if s.Ready != nil && !r.bad[path+".ready"] && s.Ready.NeedsPort() {
 		for _, b := range s.Backends {
 			if b.Match != nil && b.Match.Port == 0 {
@@ -343,6 +345,17 @@ func (s *Service) check(r *reader, path string) {
 	}
 	if s.Backends == nil && r.lines[path+".backends"] != 0 && !r.bad[path+".backends"] {
 		r.refuse(path+".backends", "a service needs at least one backend")
+	}
+}
+
+// checkPort refuses a hook that would come like a client, whom a drain keeps away or sends to somebody else.
+func (s *Service) checkPort(h hook.Hook, r *reader, path string) {
+	port, ok := h.LoopbackPort()
+	for _, b := range s.Backends {
+		if ok && b.Match != nil && b.Match.Port == port && !r.bad[path] {
+			r.refuse(path+".http", "port %d of %s is what a drain closes: give the application another one for this", port, b.Name)
+			return
+		}
 	}
 }
 

@@ -144,6 +144,8 @@ var refusals = []struct {
 :19: services[4].notify: hook cannot work: give one of signal, http, exec, api
 :20: services[4].flush: hook cannot work: give one of signal, http, exec, api
 :23: services[5].notify: hook cannot work: ftp://h/: only http:// and https:// URLs can be posted to`},
+	{"a hook that a drain would keep away", one("notify: {http: \"http://192.0.2.1:8080/\"}", "flush: {http: \"http://localhost:8080/flush\"}", "backends: [{name: own, match: {port: 8080}}]"), false, `
+:4: services[0].flush.http: port 8080 of own is what a drain closes: give the application another one for this`},
 	{"two hooks", one("flush: {api: true, signal: TERM}"), true, `
 :3: services[0].flush: hook cannot work: give only one of signal, api`},
 	{"sessions without a socket", "api: {app_socket: \"\"}\n" + one("notify: {api: true}") + service("b", "flush: {api: true}"), false, `

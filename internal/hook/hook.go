@@ -5,7 +5,9 @@ package hook
 import (
 	"errors"
 	"fmt"
+	"net/netip"
 	"net/url"
+	"strconv"
 	"strings"
 	"syscall"
 
@@ -75,6 +77,25 @@ func validateURL(s string) error {
 		return errors.New("a URL with a user name or a password ends up in logs: leave them out")
 	}
 	return nil
+}
+
+// LoopbackPort is the port of this host to which an HTTP hook goes by loopback.
+func (h Hook) LoopbackPort() (port uint16, ok bool) {
+	u, err := url.Parse(h.HTTP)
+	if h.HTTP == "" || err != nil {
+		return 0, false
+	}
+	if ip, err := netip.ParseAddr(u.Hostname()); u.Hostname() != "localhost" && (err != nil || !ip.IsLoopback()) {
+		return 0, false
+	}
+	switch {
+	case u.Port() != "":
+		n, err := strconv.ParseUint(u.Port(), 10, 16)
+		return uint16(n), err == nil
+	case u.Scheme == "https":
+		return 443, true
+	}
+	return 80, true
 }
 
 // String is the hook as Parse reads it, but for a program whose arguments have
