@@ -13,7 +13,7 @@
 //	…
 //	s.OnFlush(func(ctx context.Context, f client.Flush) error { return store.Sync(ctx) })
 //	for job := range jobs(s.Draining()) { // takes no more when the channel is closed
-//		release, err := s.Hold("invoices") // the flush waits for it
+//		release, err := s.Hold(ctx, "invoices") // the flush waits for it
 //		…
 //		release()
 //	}

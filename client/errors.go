@@ -4,7 +4,8 @@ package client
 
 import (
 	"errors"
-	"strings"
+	"fmt"
+	"slices"
 )
 
 var (
@@ -13,7 +14,7 @@ var (
 	ErrFlushing = errors.New("the flush has begun")
 	// ErrStopped: the session is over.
 	ErrStopped = errors.New("the session is over")
-	// ErrForced: a stop ended something that was still in flight at its deadline.
+	// ErrForced: a stop ended something that was still in flight at its deadline, or left behind what was still held.
 	ErrForced = errors.New("ended by force at the deadline")
 	// ErrNoAgent: what was asked for needs an agent, and none answers.
 	ErrNoAgent = errors.New("no agent answers")
@@ -24,24 +25,19 @@ var (
 	errStale          = errors.New("another drain is being flushed")
 )
 
-// problem is an RFC 9457 problem document, as the agent answers errors.
-type problem struct {
-	Type   string `json:"type"`
-	Title  string `json:"title"`
-	Detail string `json:"detail"`
-	Status int    `json:"status"`
+// Refusal is what the agent answers to a request that it does not fulfil. Where there is a sentinel for the Kind, errors.Is finds
+// it: ErrFlushing, ErrNotPossible.
+type Refusal struct {
+	Kind   string // as docs/protocol.md lists them, such as "not-possible"; empty if the answer names none
+	Status int    // of HTTP
+	Detail string // for people
 }
 
-func (p *problem) Error() string {
-	if p.Detail != "" {
-		return p.Detail
-	}
-	return p.Title
-}
+func (r *Refusal) Error() string { return fmt.Sprintf("the agent refuses: %s", r.Detail) }
 
-// Is compares the last part of the type, which is a tag URI.
-func (p *problem) Is(target error) bool {
-	switch p.Type[strings.LastIndexByte(p.Type, ':')+1:] {
+// Is ties kinds to the sentinels of this package.
+func (r *Refusal) Is(target error) bool {
+	switch r.Kind {
 	case "unknown-session":
 		return target == errUnknownSession
 	case "flush-has-begun":
@@ -52,4 +48,17 @@ func (p *problem) Is(target error) bool {
 		return target == ErrNotPossible
 	}
 	return false
+}
+
+// final are the kinds of problem that only an agent that is alive and has decided answers. Everything else, 403, 429, 503 and what
+// a newer agent says, may be different the next time, or come from a process in front of an agent that stands still.
+var final = []string{
+	"ambiguous-session", "bad-request", "flush-has-begun", "not-draining", "not-possible", "stale-generation", "unknown-backend",
+	"unknown-drain", "unknown-session",
+}
+
+// answered says whether the agent has decided, given the error of a request.
+func answered(err error) bool {
+	var r *Refusal
+	return err == nil || errors.As(err, &r) && slices.Contains(final, r.Kind)
 }

@@ -163,6 +163,7 @@ func (s *Session) register(ctx context.Context) (string, error) {
 			l.told, l.known = false, false
 			s.forget(name, l)
 		}
+		s.refusals = 0
 		s.heardNow()
 		s.level(ws)
 		s.o.Log.Info("registered", "backend", ws.Backend, "gen", ws.Gen)
@@ -186,7 +187,7 @@ func millis(n int64) time.Duration { return time.Duration(n) * time.Millisecond 
 // heardNow notes a sign of the agent's life.
 func (s *Session) heardNow() {
 	s.heard = time.Now()
-	if !s.retry.IsZero() {
+	if !s.retry.IsZero() && s.refusals == 0 {
 		s.retry = time.Time{}
 		s.nudge()
 		poke(s.kick)
@@ -195,14 +196,14 @@ func (s *Session) heardNow() {
 
 // refused says what follows an attempt that failed.
 func (s *Session) refused(err error) next {
-	p := (*problem)(nil)
+	r := (*Refusal)(nil)
 	switch {
 	case s.quitting.Err() != nil:
 		return never
 	case errors.Is(err, errUnknownSession):
 		s.do(s.forgotten)
 		return again
-	case errors.As(err, &p):
+	case errors.As(err, &r):
 		s.o.Log.Debug("agent refuses", "err", err)
 		return later
 	}

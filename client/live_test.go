@@ -97,7 +97,7 @@ func TestR15_WithARealOwner(t *testing.T) {
 	if v, ok := o.book().Version(); !ok || v != 3 || s.Status().Backend != "web" || s.Status().Gen != 7 {
 		t.Errorf("registered: got version %d, %+v", v, s.Status())
 	}
-	release, err := s.Hold("invoices")
+	release, err := s.Hold(t.Context(), "invoices")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -122,7 +122,7 @@ func TestR15_WithARealOwner(t *testing.T) {
 	if err := o.src.Flush("web", "web-7-1"); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.Hold("late"); !errors.Is(err, client.ErrFlushing) {
+	if _, err := s.Hold(t.Context(), "late"); !errors.Is(err, client.ErrFlushing) {
 		t.Errorf("a hold after the flush: got %v, want %v", err, client.ErrFlushing)
 	}
 	answered, cancel := context.WithTimeout(t.Context(), time.Minute)

@@ -7,7 +7,8 @@ import (
 	"time"
 )
 
-// sendPause is how long nothing is sent after a request that the agent has not answered.
+// sendPause is how long nothing is sent after a request that the agent has not answered. With each more that is refused for now it
+// doubles, up to the pause between two heartbeats: a longer one would be taken for silence.
 const sendPause = time.Second
 
 // message is one request to the agent, and what its answer changes.
@@ -15,7 +16,7 @@ type message struct {
 	path string
 	in   wireCall
 	out  any                            // nil: the answer says nothing new
-	done func(answered bool, err error) // answered: not lost on the way, whatever the answer was
+	done func(answered bool, err error) // answered: the agent has decided; see answered
 }
 
 // send tells the agent, one after the other, what it should know and does not: the difference between what is and what it has
@@ -41,9 +42,8 @@ func (s *Session) sendOne() (more bool) {
 		return false
 	}
 	err := s.wire.call(s.quitting, "POST", "/v1/session/"+m.path, id, m.in, m.out)
-	p := (*problem)(nil)
 	unknown := errors.Is(err, errUnknownSession)
-	answered := err == nil || errors.As(err, &p) && !unknown
+	answered := answered(err) && !unknown
 	s.do(func() {
 		if s.id != id {
 			return // registered anew meanwhile
@@ -52,15 +52,23 @@ func (s *Session) sendOne() (more bool) {
 		case unknown:
 			s.forgotten()
 		case answered:
+			s.refusals = 0
 			s.heardNow()
 			s.beat = s.heard.Add(s.limits.heartbeat)
 			more = true
 		case s.status.Evicted:
 			s.acked = s.seq // it was the last thing to say
 		default:
-			s.retry = time.Now().Add(sendPause)
+			if r := (*Refusal)(nil); errors.As(err, &r) {
+				s.refusals++
+				s.o.Log.Debug("agent refuses", "request", m.path, "err", err)
+			}
+			s.retry = time.Now().Add(min(sendPause<<min(max(s.refusals-1, 0), 8), max(sendPause, s.limits.heartbeat)))
 		}
 		m.done(answered, err)
+		if !s.connected() {
+			s.holdAlone()
+		}
 	})
 	return more
 }
@@ -73,7 +81,7 @@ func (s *Session) nextMessage(now time.Time) *message {
 	if a := s.answer; a != nil && s.flushing != "" {
 		in := wireCall{Drain: s.flushing}
 		if a.err != nil {
-			in.Error = a.err.Error()
+			in.Error = clip(a.err.Error())
 		}
 		return &message{path: "flushed", in: in, done: func(answered bool, _ error) {
 			if answered && s.flushing == in.Drain {
@@ -94,7 +102,7 @@ func (s *Session) nextMessage(now time.Time) *message {
 	}
 	if d := s.drain; d != nil && d.ask != "" {
 		out := new(drainAnswer)
-		return &message{path: "drain", in: wireCall{Reason: d.ask}, out: out, done: func(answered bool, err error) {
+		return &message{path: "drain", in: wireCall{Reason: clip(d.ask)}, out: out, done: func(answered bool, err error) {
 			if !answered {
 				return
 			}

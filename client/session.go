@@ -12,10 +12,13 @@ import (
 	"os"
 	"os/signal"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
+	"unicode"
+	"unicode/utf8"
 )
 
 // Defaults of Options: those of `ebb run`.
@@ -43,21 +46,28 @@ type Options struct {
 	// Version of the application, above 0, for drain_on_version_upgrade; 0: none.
 	Version int64
 
-	// Grace is the whole budget of a drain that this process begins, from SIGTERM, Stop or Drain to the end: default 25 s,
-	// which fits Kubernetes' 30. It includes Reserve (default 3 s), in which what is still in flight has been asked to end,
-	// and FlushTimeout (default 5 s), in which the functions of OnFlush run. A drain that the agent begins has the agent's
-	// budget.
-	Grace, FlushTimeout, Reserve time.Duration
+	// Grace is the whole budget of a drain that this process begins, from SIGTERM, Stop or Drain to the end; default 25 s, which
+	// fits Kubernetes' 30. A drain that the agent begins has the agent's budget.
+	Grace time.Duration
+	// Reserve is the part of Grace in which what is still in flight or held has been asked to end; default 3 s.
+	Reserve time.Duration
+	// FlushTimeout is the part of Grace in which the functions of OnFlush run; default 5 s.
+	FlushTimeout time.Duration
 	// QuietPeriod is how long nothing may have arrived before the listeners are closed, and nothing been held before the flush,
 	// where no agent decides; default 1 s.
 	QuietPeriod time.Duration
 
-	// Signals begin a drain; the second is harmless, and the third ends it by force. Nil: SIGTERM and SIGINT. Empty: none.
+	// Signals begin a drain; the second is harmless, and the third ends it by force. Nil: SIGTERM and SIGINT; for none see
+	// [NoSignals].
 	Signals []os.Signal
-	Log     *slog.Logger // nil discards
+	// Log gets what changes at Info, and what is tried in vain at Debug; nil discards.
+	Log *slog.Logger
 
 	dial func(context.Context) (net.Conn, error) // nil: Socket
 }
+
+// NoSignals are the Options.Signals of a program that handles its signals itself, and calls Stop.
+var NoSignals = []os.Signal{}
 
 func (o *Options) fill() error {
 	o.Socket = cmp.Or(o.Socket, os.Getenv("EBB_APP_SOCKET"), DefaultSocket)
@@ -167,7 +177,8 @@ type Session struct {
 	status     Status
 	limits     limits
 	heard      time.Time // last sign of the agent's life
-	retry      time.Time // nothing is sent before
+	retry      time.Time // nothing is sent before; zero: the last request was answered
+	refusals   int       // requests in a row that were refused for now
 	beat       time.Time // next heartbeat
 	drain      *run      // nil: serving
 	signals    int
@@ -331,6 +342,9 @@ func (s *Session) think(h Health) {
 	}
 	s.o.Log.Info("agent", "health", h, "was", s.status.Agent)
 	s.status.Agent = h
+	if h != HealthOK {
+		s.holdAlone()
+	}
 	s.lead()
 }
 
@@ -344,8 +358,9 @@ func poke(c chan struct{}) {
 	}
 }
 
-// Draining is closed once the application drains: no new long work, clients are to go. A drain that is taken back makes a new
-// channel, so ask again for each wait.
+// Draining is closed once the application drains: no new long work, clients are to go. If the drain is taken back, the channel
+// stays closed and the next call returns another: ask again for each wait. Who has ended something for good learns from
+// Status whether it was in vain.
 func (s *Session) Draining() <-chan struct{} {
 	if s == nil {
 		return nil
@@ -370,13 +385,24 @@ func (s *Session) Done() <-chan struct{} {
 }
 
 // OnFlush has f called when the flush comes, at most once, after those that were given before it. Its context ends with the
-// flush's slice. The agent is told its error. Once the flush has begun it does nothing.
+// flush's slice. The agent is told its error. Once the flush has begun OnFlush does nothing, and nil is refused with a line in
+// the log.
+//
+// f is called when no request runs any more and nothing is held, or they have had their time to end; see [Session.Stop].
 func (s *Session) OnFlush(f func(context.Context, Flush) error) {
-	s.do(func() { s.onFlush = append(s.onFlush, f) })
+	s.do(func() {
+		if f == nil {
+			s.o.Log.Error("refuse a function of OnFlush", "err", "it is nil")
+			return
+		}
+		s.onFlush = append(s.onFlush, f)
+	})
 }
 
-// Remaining says how much work is left, in units of the application's own. Operators see it, with the next heartbeat.
+// Remaining says how much work is left, in units of the application's own; below 0 is 0. Operators see it, with the next
+// heartbeat.
 func (s *Session) Remaining(n int64) {
+	n = max(n, 0)
 	s.do(func() { s.remaining = &n })
 }
 
@@ -412,27 +438,69 @@ type lease struct {
 	waiters []chan error
 }
 
-// Hold keeps the flush from beginning before release is called; holds of one name are counted. It returns when the agent
-// knows, or at once without an agent, where the session counts alone. The flush at the end of the wait comes all the same.
-// ErrFlushing: it is too late to begin.
+// Hold keeps the flush from beginning before release is called; holds of one name, 1 to 128 bytes of printable UTF-8, are counted.
+// It returns when the agent knows, and where that does not answer, in 5 s at most: then the session counts alone and tells the
+// agent later. The flush at the end of the wait comes all the same.
+//
+// ErrFlushing: it is too late to begin. A [Refusal]: the agent does not take so many. The cause of ctx: it was over first. Nothing
+// is held then.
 //
 // release is idempotent.
-func (s *Session) Hold(name string) (release func(), err error) {
+func (s *Session) Hold(ctx context.Context, name string) (release func(), err error) {
+	if ctx.Err() != nil {
+		return nil, fmt.Errorf("hold %q: %w", name, context.Cause(ctx))
+	}
+	if !printable(name) {
+		return nil, fmt.Errorf("hold %q: a name has 1 to %d bytes of printable UTF-8", name, maxName)
+	}
 	answer := make(chan error, 1)
 	if !s.do(func() { s.hold(name, answer) }) {
 		return nil, ErrStopped
 	}
-	if err := <-answer; err != nil {
-		return nil, err
+	timer := time.NewTimer(answerTimeout)
+	defer timer.Stop()
+	select {
+	case err = <-answer:
+	case <-timer.C:
+		err = s.unwait(name, answer, nil)
+	case <-ctx.Done():
+		err = s.unwait(name, answer, context.Cause(ctx))
+	case <-s.over:
+		err = ErrStopped
+	}
+	if err != nil {
+		return nil, fmt.Errorf("hold %q: %w", name, err)
 	}
 	return sync.OnceFunc(func() { s.do(func() { s.release(name, 1) }) }), nil
 }
 
+// unwait ends the wait of a hold with err, unless it has been answered meanwhile.
+func (s *Session) unwait(name string, answer chan error, err error) error {
+	if !s.do(func() {
+		select {
+		case err = <-answer:
+			return
+		default:
+		}
+		l := s.leases[name]
+		l.waiters = slices.DeleteFunc(l.waiters, func(c chan error) bool { return c == answer })
+		if err != nil {
+			s.release(name, 1)
+		}
+	}) {
+		return ErrStopped
+	}
+	return err
+}
+
+// printable says whether the agent takes a name.
+func printable(name string) bool {
+	return name != "" && len(name) <= maxName && utf8.ValidString(name) &&
+		!strings.ContainsFunc(name, func(r rune) bool { return !unicode.IsPrint(r) })
+}
+
 func (s *Session) hold(name string, answer chan error) {
 	switch {
-	case name == "" || len(name) > maxName:
-		answer <- fmt.Errorf("hold %q: a name has 1 to %d bytes", name, maxName)
-		return
 	case s.status.Flushing:
 		answer <- ErrFlushing
 		return
@@ -491,6 +559,15 @@ func (s *Session) answerHolds(name string, l *lease, err error) {
 	}
 }
 
+// holdAlone has those that wait for the agent go on without it.
+func (s *Session) holdAlone() {
+	for name, l := range s.leases {
+		if len(l.waiters) > 0 {
+			s.answerHolds(name, l, nil)
+		}
+	}
+}
+
 // unheld returns once nothing has been held for quiet, or the error of ctx.
 func (s *Session) unheld(ctx context.Context, quiet time.Duration) error {
 	for {
@@ -532,11 +609,11 @@ func (s *Session) Drain(ctx context.Context, reason string) error {
 	}
 	if known {
 		var d drainAnswer
-		err := s.wire.call(ctx, "POST", "/v1/session/drain", id, wireCall{Reason: reason}, &d)
+		err := s.wire.call(ctx, "POST", "/v1/session/drain", id, wireCall{Reason: clip(reason)}, &d)
 		if err == nil && !d.WouldHave {
 			return nil
 		}
-		if p := (*problem)(nil); errors.As(err, &p) && !errors.Is(err, errUnknownSession) {
+		if err != nil && answered(err) && !errors.Is(err, errUnknownSession) {
 			return fmt.Errorf("drain: %w", err)
 		}
 		if err := ctx.Err(); err != nil {
@@ -571,10 +648,14 @@ func (s *Session) Extend(ctx context.Context, by time.Duration) error {
 	if drain == "" {
 		return fmt.Errorf("extend: %w: the agent drains nothing", ErrNotPossible)
 	}
-	if err := s.wire.call(ctx, "POST", "/v1/session/extend", id, wireCall{Drain: drain, ByMS: by.Milliseconds()}, nil); err != nil {
+	err := s.wire.call(ctx, "POST", "/v1/session/extend", id, wireCall{Drain: drain, ByMS: by.Milliseconds()}, nil)
+	switch r := (*Refusal)(nil); {
+	case err == nil:
+		return nil
+	case errors.As(err, &r) || ctx.Err() != nil:
 		return fmt.Errorf("extend: %w", err)
 	}
-	return nil
+	return fmt.Errorf("extend: %w: %w", ErrNoAgent, err)
 }
 
 // Stop ends the session in stages, whoever has begun: it drains, waits for what is in flight and held, asks it to end,

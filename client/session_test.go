@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -390,7 +391,7 @@ func cutSchedule(t *testing.T, a *fakeAgent, o Options, rnd *rand.Rand) {
 		})
 		want = append(want, id)
 	}
-	release, err := s.Hold("work")
+	release, err := s.Hold(t.Context(), "work")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -439,7 +440,7 @@ func TestR15_ForgottenSessionRegistersAnew(t *testing.T) {
 	bubble(t, func(t *testing.T, a *fakeAgent, o Options) {
 		s := register(t, o)
 		defer leave(s)
-		if _, err := s.Hold("work"); err != nil {
+		if _, err := s.Hold(t.Context(), "work"); err != nil {
 			t.Fatal(err)
 		}
 		a.begin("d1", 5*time.Minute, 6*time.Minute)
@@ -458,14 +459,14 @@ func TestT9_Holds(t *testing.T) {
 	bubble(t, func(t *testing.T, a *fakeAgent, o Options) {
 		s := register(t, o)
 		defer leave(s)
-		one, err := s.Hold("invoices")
+		one, err := s.Hold(t.Context(), "invoices")
 		if err != nil {
 			t.Fatal(err)
 		}
 		if !slices.Equal(a.held(), []string{"invoices"}) {
 			t.Errorf("the agent must know when Hold returns: held %q", a.held())
 		}
-		two, err := s.Hold("invoices")
+		two, err := s.Hold(t.Context(), "invoices")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -480,7 +481,7 @@ func TestT9_Holds(t *testing.T) {
 		}
 		a.with(func() { a.away = true; clear(a.sessions); clear(a.holds) })
 		after(time.Minute)
-		three, err := s.Hold("more")
+		three, err := s.Hold(t.Context(), "more")
 		if err != nil {
 			t.Fatalf("without an agent: %v", err)
 		}
@@ -495,17 +496,17 @@ func TestT9_Holds(t *testing.T) {
 		if len(a.held()) != 0 || s.Status().Holds != 0 {
 			t.Errorf("all released: held %q", a.held())
 		}
-		if _, err := s.Hold(strings.Repeat("x", 129)); err == nil {
+		if _, err := s.Hold(t.Context(), strings.Repeat("x", 129)); err == nil {
 			t.Error("a name that is too long was held")
 		}
 		a.with(func() { a.drain, a.flushing = "d1", true }) // the flush is on its way here
-		if _, err := s.Hold("late"); !errors.Is(err, ErrFlushing) || s.Status().Holds != 0 {
+		if _, err := s.Hold(t.Context(), "late"); !errors.Is(err, ErrFlushing) || s.Status().Holds != 0 {
 			t.Errorf("refused by the agent: got %v, holds %d", err, s.Status().Holds)
 		}
 		a.with(func() { a.deadline = time.Now().Add(time.Second) })
 		a.flush("zero")
 		<-s.Done()
-		if _, err := s.Hold("late"); !errors.Is(err, ErrFlushing) {
+		if _, err := s.Hold(t.Context(), "late"); !errors.Is(err, ErrFlushing) {
 			t.Errorf("after the flush: got %v, want %v", err, ErrFlushing)
 		}
 	})
@@ -518,7 +519,7 @@ func TestHoldOfAFrozenAgent(t *testing.T) {
 		defer leave(s)
 		a.freeze()
 		begun := time.Now()
-		release, err := s.Hold("work")
+		release, err := s.Hold(t.Context(), "work")
 		if err != nil || time.Since(begun) > answerTimeout {
 			t.Errorf("got %v after %v", err, time.Since(begun))
 		}
@@ -528,6 +529,179 @@ func TestHoldOfAFrozenAgent(t *testing.T) {
 			t.Errorf("held %q", a.held())
 		}
 		release()
+	})
+}
+
+// What stands before an agent and refuses for it is no agent: the thresholds count on, work is held without it, and nothing that
+// it should know is lost.
+func TestR13_RefusalIsNoSignOfLife(t *testing.T) {
+	for _, status := range []int{403, 429, 500, 503} {
+		bubble(t, func(t *testing.T, a *fakeAgent, o Options) {
+			s := register(t, o)
+			defer leave(s)
+			a.with(func() { a.refuse = func(string) *problem { return &problem{Type: "tag:x:busy", Status: status} } })
+			a.end("transient")
+			synctest.Wait()
+			calls := len(a.calls)
+			for _, tt := range []struct {
+				after time.Duration
+				want  Health
+			}{{9 * time.Second, HealthOK}, {3 * time.Second, HealthSuspect}, {5 * time.Second, HealthLost}, {time.Minute, HealthLost}} {
+				after(tt.after)
+				if got := s.Status().Agent; got != tt.want {
+					t.Errorf("%d: %v later: got %s, want %s", status, tt.after, got, tt.want)
+				}
+			}
+			if n := len(a.calls) - calls; n < 20 || n > 50 {
+				t.Errorf("%d: asked %d times in 77 s, want once in 3 s, and the stream", status, n)
+			}
+			begun := time.Now()
+			if _, err := s.Hold(t.Context(), "work"); err != nil || time.Since(begun) != 0 {
+				t.Errorf("%d: hold: got %v after %v", status, err, time.Since(begun))
+			}
+			a.with(func() { a.refuse = nil })
+			after(4 * time.Second)
+			if got := a.held(); s.Status().Agent != HealthOK || !slices.Equal(got, []string{"work"}) {
+				t.Errorf("%d: 4s after it takes requests again: agent %s, held %q", status, s.Status().Agent, got)
+			}
+		})
+	}
+}
+
+// What the agent has to know is said until it is taken.
+func TestRefusedForNowIsSaidAgain(t *testing.T) {
+	bubble(t, func(t *testing.T, a *fakeAgent, o Options) {
+		s := register(t, o)
+		defer leave(s)
+		s.OnFlush(func(context.Context, Flush) error { return errors.New(strings.Repeat("disk full ", 1000)) })
+		refused := map[string]int{}
+		a.with(func() {
+			a.refuse = func(op string) *problem {
+				if op == "drain" || op == "hold" || op == "flushed" {
+					if refused[op]++; refused[op] < 3 {
+						return &problem{Title: "busy", Status: 503}
+					}
+				}
+				return nil
+			}
+		})
+		release, err := s.Hold(t.Context(), "work")
+		if err != nil {
+			t.Fatal(err)
+		}
+		after(10 * time.Second)
+		if !slices.Equal(a.held(), []string{"work"}) {
+			t.Errorf("held %q", a.held())
+		}
+		s.do(func() { s.signal("terminated") })
+		after(10 * time.Second)
+		if s.Status().Drain != "d-app" {
+			t.Errorf("the agent has not been asked again: %+v", s.Status())
+		}
+		release()
+		a.flush("zero")
+		<-s.Done()
+		after(10 * time.Second)
+		if len(a.flushedBy) != 1 || refused["flushed"] != 3 || len(a.flushedBy[0]) > maxText {
+			t.Errorf("answers: got %d of %d; want one of three, no longer than is taken", len(a.flushedBy), refused["flushed"])
+		}
+	})
+}
+
+// Nobody waits for an agent longer than for one answer, however many do, or than for its own context.
+func TestHoldsOfAnAgentThatIsGone(t *testing.T) {
+	const n = 20
+	for how, gone := range map[string]struct {
+		how func(*fakeAgent)
+		max time.Duration
+	}{
+		"stands still": {(*fakeAgent).freeze, answerTimeout},
+		"breaks":       {func(a *fakeAgent) { a.with(func() { a.fault = func(string) (bool, bool) { return true, false } }) }, 0},
+		"forgets":      {func(a *fakeAgent) { a.with(func() { clear(a.sessions); a.away = true }) }, 0},
+		"refuses": {func(a *fakeAgent) {
+			a.with(func() { a.refuse = func(string) *problem { return &problem{Status: 503} } })
+		}, 0},
+	} {
+		t.Run(how, func(t *testing.T) {
+			bubble(t, func(t *testing.T, a *fakeAgent, o Options) {
+				s := register(t, o)
+				defer leave(s)
+				gone.how(a)
+				begun := time.Now()
+				var group sync.WaitGroup
+				for i := range n {
+					group.Go(func() {
+						if _, err := s.Hold(t.Context(), fmt.Sprint("job ", i)); err != nil {
+							t.Error(err)
+						}
+					})
+				}
+				group.Wait()
+				if took := time.Since(begun); took > gone.max || s.Status().Holds != n {
+					t.Errorf("%d held after %v, want %d after %v", s.Status().Holds, took, n, gone.max)
+				}
+				a.thaw()
+			})
+		})
+	}
+	bubble(t, func(t *testing.T, a *fakeAgent, o Options) {
+		s := register(t, o)
+		defer leave(s)
+		over := errors.New("the job was taken back")
+		ctx, cancel := context.WithTimeoutCause(t.Context(), time.Second, over)
+		defer cancel()
+		a.freeze()
+		begun := time.Now()
+		for range 2 {
+			if _, err := s.Hold(ctx, "work"); !errors.Is(err, over) {
+				t.Errorf("got %v, want %v", err, over)
+			}
+		}
+		if took := time.Since(begun); took != time.Second || s.Status().Holds != 0 {
+			t.Errorf("%d held after %v, want none after 1s", s.Status().Holds, took)
+		}
+		a.thaw()
+		after(30 * time.Second)
+		if len(a.held()) != 0 {
+			t.Errorf("the agent knows of %q", a.held())
+		}
+	})
+}
+
+// A name that the agent would not take is not held without one either.
+func TestNamesOfHolds(t *testing.T) {
+	bubble(t, func(t *testing.T, a *fakeAgent, o Options) {
+		a.away = true
+		s := register(t, o)
+		defer leave(s)
+		for _, name := range []string{"", "a\nb", "\xff", strings.Repeat("x", maxName+1)} {
+			if _, err := s.Hold(t.Context(), name); err == nil {
+				t.Errorf("%q is held", name)
+			}
+		}
+		if _, err := s.Hold(t.Context(), "Übertrag 7"); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestRefusal(t *testing.T) {
+	bubble(t, func(t *testing.T, a *fakeAgent, o Options) {
+		s := register(t, o)
+		defer leave(s)
+		a.with(func() {
+			a.refuse = func(string) *problem {
+				return &problem{Type: "tag:x:not-possible", Detail: "256 leases are held", Status: 422}
+			}
+		})
+		_, err := s.Hold(t.Context(), "work")
+		var r *Refusal
+		if !errors.As(err, &r) || *r != (Refusal{"not-possible", 422, "256 leases are held"}) || !errors.Is(err, ErrNotPossible) {
+			t.Errorf("got %v", err)
+		}
+		if s.Status().Holds != 0 {
+			t.Errorf("what was refused is held")
+		}
 	})
 }
 
@@ -586,7 +760,7 @@ func TestD6_Extension(t *testing.T) {
 // job is work that takes a time, and may heed being asked to end.
 func job(t *testing.T, s *Session, d time.Duration, heeds bool) (ended func() (after time.Duration, asked bool)) {
 	t.Helper()
-	release, err := s.Hold("job")
+	release, err := s.Hold(t.Context(), "job")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,6 +5,7 @@ package client
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -22,7 +23,17 @@ const (
 	maxLine   = 1 << 20
 	// An agent that is there answers at once. One that has stopped must not hold a request until it is lost.
 	answerTimeout = 5 * time.Second
+	// The agent takes no longer reason or error, in bytes.
+	maxText = 1024
 )
+
+// clip shortens what would be refused for its length.
+func clip(s string) string {
+	if len(s) > maxText {
+		s = strings.ToValidUTF8(s[:maxText], "")
+	}
+	return s
+}
 
 // wireSession is a session as the agent tells it; see docs/protocol.md.
 type wireSession struct {
@@ -87,7 +98,15 @@ func newWire(dial func(context.Context) (net.Conn, error)) *wire {
 	}}
 }
 
-// request sends one request. The error is a *problem where the agent has answered, and anything else where it has not.
+// problem is an RFC 9457 problem document, as the agent answers errors. The last part of its type, which is a tag URI, is the kind.
+type problem struct {
+	Type   string `json:"type"`
+	Title  string `json:"title"`
+	Detail string `json:"detail"`
+	Status int    `json:"status"`
+}
+
+// request sends one request. The error is a *Refusal if the answer is not 2xx, and anything else if there is none.
 func (w *wire) request(ctx context.Context, method, path, session string, in any) (*http.Response, error) {
 	var body io.Reader
 	if in != nil {
@@ -116,12 +135,14 @@ func (w *wire) request(ctx context.Context, method, path, session string, in any
 		return res, nil
 	}
 	defer res.Body.Close()
-	p := &problem{Title: res.Status, Status: res.StatusCode}
+	p := problem{Title: res.Status}
 	// What is not a problem document has its status to say.
 	if b, err := io.ReadAll(io.LimitReader(res.Body, maxAnswer)); err == nil {
-		_ = json.Unmarshal(b, p)
+		_ = json.Unmarshal(b, &p)
 	}
-	return nil, p
+	return nil, &Refusal{
+		Kind: p.Type[strings.LastIndexByte(p.Type, ':')+1:], Status: res.StatusCode, Detail: cmp.Or(p.Detail, p.Title),
+	}
 }
 
 // call asks for something and reads the answer into out, if there is one.

@@ -53,7 +53,7 @@ func work(s *client.Session, worker int, length time.Duration) {
 		default:
 		}
 		name := fmt.Sprintf("worker-%d", worker)
-		release, err := s.Hold(name)
+		release, err := s.Hold(context.Background(), name)
 		if errors.Is(err, client.ErrFlushing) {
 			return // too late to begin
 		} else if err != nil {
