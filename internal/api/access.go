@@ -72,15 +72,26 @@ func OperatorsOf(uid, gid int) Access {
 	}}
 }
 
-// Apps admits, over a Unix socket, the processes of backends: each may look at its own backend and drain it. owns is the
-// backend that has the process. It is asked when a connection comes and for each request, from any goroutine, and must not
-// wait for anything: while it does, no connection is accepted.
+// Apps is AppsOf who always knows.
 func Apps(owns func(ctx context.Context, pid int) (backend string, ok bool)) Access {
+	return AppsOf(func(ctx context.Context, pid int) (string, error) {
+		if b, ok := owns(ctx, pid); ok {
+			return b, nil
+		}
+		return "", nil
+	})
+}
+
+// AppsOf admits, over a Unix socket, the processes of backends: each may look at its own backend and drain it. owns is the
+// backend that has the process, empty if none has; while it cannot say, nobody is refused for good. It is asked when a
+// connection comes and for each request, from any goroutine, and must not wait for long: while it does, no connection is
+// accepted.
+func AppsOf(owns func(ctx context.Context, pid int) (backend string, err error)) Access {
 	a := Access{owner: func(ctx context.Context, p *peer) string {
 		if p.pid <= 0 {
 			return ""
 		}
-		b, _ := owns(ctx, p.pid)
+		b, _ := owns(ctx, p.pid) // who cannot be told is as one of none until the request asks
 		return b
 	}}
 	a.admit = func(req *http.Request) (caller, error) {
@@ -89,7 +100,13 @@ func Apps(owns func(ctx context.Context, pid int) (backend string, ok bool)) Acc
 		if p.pid <= 0 {
 			return c, forbidden("the process that asks is not one of this host")
 		}
-		b := a.owner(req.Context(), p)
+		b, err := owns(req.Context(), p.pid)
+		if err != nil {
+			return c, &Problem{
+				Title: "busy", Status: http.StatusServiceUnavailable, retry: true,
+				Detail: fmt.Sprintf("it cannot be told which backend process %d belongs to: %v", p.pid, err),
+			}
+		}
 		if b == "" {
 			return c, forbidden("process %d belongs to no backend", p.pid)
 		}

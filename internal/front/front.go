@@ -101,7 +101,7 @@ func (c *client) serve(ctx context.Context, h *hello, log *slog.Logger) error {
 		case Operators:
 			access = api.OperatorsOf(h.UID, e.GID)
 		case Apps:
-			access = api.Apps(c.owner)
+			access = api.AppsOf(c.owner)
 		case Remote:
 			if access, err = api.Remote(h.Credentials, log); err != nil {
 				return err
@@ -307,14 +307,14 @@ func (c sessionsClient) SessionEvents(ctx context.Context, backend, id string, p
 	return ask[api.SessionBatch](ctx, c.client, call{Op: opSessionEvents, Name: backend, Session: q})
 }
 
-// ownerTimeout bounds the question whose application has connected, during which no other connection is taken.
+// ownerTimeout bounds the question whose application has connected, during which no other connection is taken, and the wait
+// for an audit record to be taken, during which nobody is answered.
 const ownerTimeout = 2 * time.Second
 
-func (c *client) owner(ctx context.Context, pid int) (string, bool) {
-	ctx, cancel := context.WithTimeout(ctx, ownerTimeout)
+func (c *client) owner(ctx context.Context, pid int) (string, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, ownerTimeout, errGone)
 	defer cancel()
-	name, err := ask[string](ctx, c, call{Op: opOwner, N: pid})
-	return name, err == nil && name != ""
+	return ask[string](ctx, c, call{Op: opOwner, N: pid})
 }
 
 func (c *client) audit(a api.Audit) {
@@ -322,7 +322,9 @@ func (c *client) audit(a api.Audit) {
 	if a.Err != nil {
 		r.Err = a.Err.Error()
 	}
-	_ = c.do(context.Background(), call{Op: opAudit, Audit: r}, nil) // a core that has gone keeps no audit
+	ctx, cancel := context.WithTimeout(context.Background(), ownerTimeout)
+	defer cancel()
+	_ = c.do(ctx, call{Op: opAudit, Audit: r}, nil) // a core that has gone keeps no audit, one that is slow has it
 }
 
 func (c *client) metrics(w http.ResponseWriter, req *http.Request) {

@@ -209,6 +209,53 @@ func TestR13_AFrontBeatsWithItsCoreAlone(t *testing.T) {
 	close(release)
 }
 
+// A process whose backend nobody can tell, since the core hangs, is not told that it belongs to none.
+func TestAFrontWhoseCoreHangsRefusesNobody(t *testing.T) {
+	ln, err := api.ListenAs(filepath.Join(t.TempDir(), "a"), 0o666, -1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var hang atomic.Bool
+	release := make(chan struct{})
+	s := serve(t, func(o *Options) {
+		owns, audit := o.Owns, o.Audit
+		o.Owns = func(ctx context.Context, pid int) (string, bool) {
+			if hang.Load() {
+				<-release
+			}
+			return owns(ctx, pid)
+		}
+		o.Audit = func(a api.Audit) {
+			if hang.Load() {
+				<-release
+			}
+			audit(a)
+		}
+		o.Entrances = append(o.Entrances, Entrance{Kind: Apps, Listener: ln})
+	})
+	s.next()
+	defer close(release)
+	hang.Store(true)
+	hc := http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", ln.Addr().String())
+	}}}
+	defer hc.CloseIdleConnections()
+	for _, method := range []string{http.MethodPost, http.MethodGet} {
+		req, err := http.NewRequestWithContext(t.Context(), method, "http://ebb/v1/session", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp, err := hc.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+		if resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") == "" {
+			t.Errorf("%s: got %s, Retry-After %q, want 503 and when to try again", method, resp.Status, resp.Header.Get("Retry-After"))
+		}
+	}
+}
+
 // One application that holds all that it may cannot make an answer too long for a message.
 func TestAllLeasesFitIntoAnAnswer(t *testing.T) {
 	greedy := func(name string) api.Backend {

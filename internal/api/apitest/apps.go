@@ -52,13 +52,17 @@ func (a *Apps) Announce(backend, id string) error {
 	return a.books[backend].Draining(n, deadline.Add(-8*time.Second))
 }
 
-// Flush tells them to end.
+// Flush tells them to end: the wait is over, if they hold something.
 func (a *Apps) Flush(backend, id string) error {
 	b, err := a.Backend(context.Background(), backend)
 	if err != nil {
 		return err
 	}
-	return a.books[backend].Flush(drain.FlushRequest{Drain: id, Gen: b.Gen, Reason: drain.FlushZero, TimeLeft: 5 * time.Second})
+	reason := drain.FlushZero
+	if n, _ := a.books[backend].Holds(); n > 0 {
+		reason = drain.FlushDeadline
+	}
+	return a.books[backend].Flush(drain.FlushRequest{Drain: id, Gen: b.Gen, Reason: reason, TimeLeft: 5 * time.Second})
 }
 
 func (a *Apps) book(ctx context.Context, op, backend string) (*session.Book, error) {
