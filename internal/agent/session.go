@@ -77,8 +77,11 @@ func (m *member) attend(ctx context.Context, inc *incarnation) {
 	var health api.Health
 	var version int64
 	lost := false // and its drain has begun
-	for turned := true; ; {
-		changed := mach.Changed()
+	turned := true
+	var changed <-chan struct{}
+	// A function of its own: while there is nothing to do, its stack is not kept for each of hundreds of backends.
+	look := func() error {
+		changed = mach.Changed()
 		s := mach.Status()
 		if announced != s.ID && b.enforce && noticeDue(s) {
 			if err := b.book.Draining(drain.Notice{Drain: s.ID, Gen: s.Gen, Cause: s.Cause, Deadline: s.Deadline}, s.FlushBy); err != nil {
@@ -93,7 +96,7 @@ func (m *member) attend(ctx context.Context, inc *incarnation) {
 		}
 		if told != announced && b.book.Apps() > 0 {
 			if err := mach.Told(ctx, announced); err != nil {
-				return // it has ended
+				return err // it has ended
 			}
 			told = announced
 		}
@@ -113,6 +116,9 @@ func (m *member) attend(ctx context.Context, inc *incarnation) {
 				m.lose(ctx, inc, why)
 			}
 		}
+		return nil
+	}
+	for look() == nil {
 		select {
 		case <-changed:
 			turned = false
