@@ -35,7 +35,7 @@ func (e *fieldError) Error() string {
 
 // decodeRequest reads one JSON object into v, a pointer to a struct of scalars. Stricter than
 // encoding/json: a member that the struct does not have, one that differs in case, one given twice, null,
-// and anything after the object are refused, naming the member. Nothing at all is the empty object.
+// a value that is not UTF-8, and anything after the object are refused, naming the member. Nothing at all is the empty object.
 func decodeRequest(r io.Reader, v any) error {
 	body, err := io.ReadAll(r)
 	if err != nil {
@@ -73,6 +73,10 @@ func decodeRequest(r io.Reader, v any) error {
 		seen[name] = true
 		if string(raw) == "null" {
 			return &fieldError{Field: name, Msg: "is null; leave it out for the default"}
+		}
+		// Go would put another character in its place, so that two ids could become one.
+		if !utf8.Valid(raw) {
+			return &fieldError{Field: name, Msg: "is not valid UTF-8"}
 		}
 		if err := json.Unmarshal(raw, f.Addr().Interface()); err != nil {
 			return &fieldError{Field: name, Msg: wrongValue(err, f.Type())}
@@ -181,11 +185,21 @@ const maxName = 128
 // maxExtension is longer than any orchestrator waits.
 const maxExtension = 24 * time.Hour
 
-// checkName refuses what cannot be shown on a line.
-func checkName(field, s string) error {
+// maxVersion is the highest number that every reader of JSON keeps exactly: RFC 8259, section 6.
+const maxVersion = 1<<53 - 1
+
+// CheckName refuses an id or name of a session, lease or drain that cannot be shown on a line.
+func CheckName(s string) error {
 	printable := !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) })
 	if s == "" || len(s) > maxName || !utf8.ValidString(s) || !printable {
-		return &fieldError{Field: field, Msg: fmt.Sprintf("want 1 to %d bytes of printable UTF-8", maxName)}
+		return fmt.Errorf("want 1 to %d bytes of printable UTF-8", maxName)
+	}
+	return nil
+}
+
+func checkName(field, s string) error {
+	if err := CheckName(s); err != nil {
+		return &fieldError{Field: field, Msg: err.Error()}
 	}
 	return nil
 }
@@ -209,8 +223,8 @@ func (r *SessionRequest) check() error {
 	switch {
 	case r.Role != "" && r.Role != RoleApp && r.Role != RoleHolder:
 		return &fieldError{Field: "role", Msg: fmt.Sprintf("%q is neither %s nor %s", string(r.Role), RoleApp, RoleHolder)}
-	case r.Version < 0:
-		return &fieldError{Field: "version", Msg: fmt.Sprintf("%d is negative", r.Version)}
+	case r.Version < 0 || r.Version > maxVersion:
+		return &fieldError{Field: "version", Msg: fmt.Sprintf("want a number from 1 to %d, or 0 for none, got %d", int64(maxVersion), r.Version)}
 	}
 	return checkRemaining(r.Remaining)
 }
@@ -227,13 +241,15 @@ func (c *SessionCall) check() error {
 			return &fieldError{Field: "seq", Msg: "is required: the number of the last event that has arrived"}
 		}
 		return nil
-	case "hold":
+	case "hold", "release":
+		if c.ID != "" {
+			if err := checkName("id", c.ID); err != nil {
+				return err
+			}
+		}
 		c.Name = cmp.Or(c.Name, c.ID)
 		c.ID = cmp.Or(c.ID, c.Name)
-		return cmp.Or(checkName("name", c.Name), checkName("id", c.ID))
-	case "release":
-		c.ID = cmp.Or(c.ID, c.Name)
-		return checkName("id", c.ID)
+		return checkName("name", c.Name)
 	case "flushed":
 		if len(c.Error) > maxReason {
 			return &fieldError{Field: "error", Msg: fmt.Sprintf("has %d bytes, at most %d fit", len(c.Error), maxReason)}
