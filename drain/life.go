@@ -354,7 +354,7 @@ func (m *Machine) start(d *life, resumed bool) {
 		"by": d.by, "reason": d.reason, "deadline": d.deadline.Format(time.RFC3339Nano), "on_new": string(d.onNew), "on_new_why": d.why,
 		"budget": d.eff.String(), "resumed": resumed,
 	}})
-	m.enter(PhaseBegin, now)
+	m.enter(PhaseBegin, d.begun)
 	if !resumed && d.eff.Policy.NotifyAt == NotifyAtBegin {
 		// An application that closes its listener when it hears of the drain must not do so before
 		// new connections go elsewhere.
@@ -613,6 +613,24 @@ func (m *Machine) resume(r Record) {
 			m.renewFlip()
 		}
 	}
+}
+
+// restore is the end of a drain that another process has brought there.
+func (m *Machine) restore(r Record) {
+	d := &life{
+		id: r.Drain, cause: r.Cause, by: r.By, reason: r.Reason, base: r.Policy, eff: Effective{Policy: r.Policy},
+		begun: r.Begun, deadline: r.Deadline, admission: AdmissionOpen, flushReason: r.FlushReason, outcome: r.Outcome,
+	}
+	m.take(d)
+	d.cancel(ErrOver)
+	if m.enforce() {
+		m.opt.World.SetReady(false)
+	}
+	m.state = StateDone
+	if r.Outcome == OutcomeLost {
+		m.state = StateLost
+	}
+	m.closeOld = append(m.closeOld, m.over)
 }
 
 const whyUnguarded = "this datapath cannot close admission; zero is believed only after a pause of arrivals"

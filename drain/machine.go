@@ -35,6 +35,7 @@ type Options struct {
 
 	NewID  func() string // of drains; nil makes random ones
 	Resume *Record       // the last record of a drain that was running when the process before this one ended
+	Over   *Record       // the last record of the drain that has ended this generation; there is nothing left to do
 	Notify bool          // a notify hook is configured
 }
 
@@ -185,6 +186,9 @@ func New(o Options) (*Machine, error) {
 	if o.NewID == nil {
 		o.NewID = randomID
 	}
+	if r := o.Over; r != nil && (r.Type != recordEnd || r.Gen != o.Gen) {
+		return nil, fmt.Errorf("go on after drain %s of %q: %w: it is a %s of generation %d", r.Drain, o.Backend, ErrRecord, r.Type, r.Gen)
+	}
 	if o.Resume != nil {
 		if err := checkRecord(*o.Resume, o); err != nil {
 			return nil, err
@@ -236,8 +240,11 @@ func (m *Machine) Run(ctx context.Context) error {
 	defer close(m.dead)
 	m.ctx = ctx
 
-	if m.opt.Resume != nil {
+	switch {
+	case m.opt.Resume != nil:
 		m.resume(*m.opt.Resume)
+	case m.opt.Over != nil:
+		m.restore(*m.opt.Over)
 	}
 	exited := m.exited
 	timer := time.NewTimer(time.Hour)

@@ -227,3 +227,35 @@ func TestD13_UnguardedFlushIsResumedUnguarded(t *testing.T) {
 		}
 	})
 }
+
+// A generation whose drain is over stays over in the next process: it is not ready, and a Begin has nothing to do.
+func TestR12_AnEndedGenerationStaysEnded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld()
+		booted := time.Now().Add(-time.Hour)
+		boot := func() time.Duration { return time.Since(booted) }
+		b := run(t, w, func(o *Options) { o.Boot = boot })
+		first := b.begin(Request{Cause: CauseOperator, Policy: budget, By: "root"})
+		b.outcome(OutcomeDrained)
+		b.end()
+		rec := get(w, func(w *world) Record { return w.records[len(w.records)-1] })
+		w = newWorld()
+		b = run(t, w, func(o *Options) { o.Over, o.Boot = &rec, boot })
+		synctest.Wait()
+		<-b.Done()
+		st := b.begin(Request{Cause: CauseApp, Policy: budget})
+		if st.ID != first.ID || st.State != StateDone || st.Outcome != OutcomeDrained || st.By != "root" {
+			t.Errorf("got %s by %s, %s, %s, want the drain that is over", st.ID, st.By, st.State, st.Outcome)
+		}
+		if get(w, func(w *world) bool { return w.ready }) {
+			t.Error("it is ready")
+		}
+		if n := len(get(w, func(w *world) []Record { return w.records })); n != 0 {
+			t.Errorf("%d records were written for nothing", n)
+		}
+		rec.Gen++
+		if _, err := New(Options{Backend: "web", Gen: rec.Gen - 1, World: w, Over: &rec}); !errors.Is(err, ErrRecord) {
+			t.Errorf("another generation's end: got %v, want ErrRecord", err)
+		}
+	})
+}

@@ -624,7 +624,7 @@ func (m *Machine) flush(reason FlushReason, now time.Time) bool {
 		return true
 	}
 	// Its context lasts as long as the application may: it is how its end is heard of.
-	req := FlushRequest{Drain: d.id, Gen: m.opt.Gen, Reason: reason, TimeLeft: left}
+	req := FlushRequest{Drain: d.id, Gen: m.opt.Gen, Cause: d.cause, Reason: reason, TimeLeft: left}
 	m.call(callFlush, d.killAt(), func(ctx context.Context, r *result) { r.err = m.opt.World.Flush(ctx, req) })
 	return true
 }

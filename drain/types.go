@@ -184,6 +184,7 @@ type Notice struct {
 type FlushRequest struct {
 	Drain    string
 	Gen      uint64
+	Cause    Cause
 	Reason   FlushReason
 	TimeLeft time.Duration // until the flush slice is over
 }

@@ -44,6 +44,7 @@ type arrival struct {
 	journal *journal
 	past    history
 	adopted bool                          // an earlier owner had it already
+	over    *drain.Record                 // its drain is over, and it lives on; nil: it serves, or drains
 	aside   []func(context.Context) error // what runs beside it until it ends
 }
 
@@ -89,8 +90,9 @@ func (m *member) incarnate(ctx context.Context, a arrival) (*incarnation, error)
 		World: inc.b, Log: m.log, Boot: bpf.BootNow, Notify: !a.set.notify.IsZero() && !a.set.notify.API,
 	}
 	if a.adopted {
-		o.Resume = a.past.openDrain
+		o.Resume, o.Over = a.past.openDrain, a.over
 	}
+	inc.b.ready.Store(a.over == nil)
 	if inc.machine, err = drain.New(o); err != nil {
 		inc.end(api.EndTransient)
 		return nil, err

@@ -143,10 +143,10 @@ func (m *member) view(ctx context.Context, closer bool, g *glance) api.Backend {
 	inc.sockets(&v, closer)
 	v.Warnings = append(append(v.Warnings, inc.b.dp.warnings(g)...), inc.b.late.warnings()...)
 	v.Warnings = append(append(v.Warnings, inc.b.late.keep.warnings()...), inc.b.sessionWarnings(s.State)...)
-	if s.ID != "" {
+	if len(s.Phases) > 0 {
 		d := m.drainView(inc, s)
 		v.Drain = &d
-	} else if ds := m.past(); len(ds) > 0 {
+	} else if ds := m.past(); len(ds) > 0 { // of those before, or of an owner before us
 		v.Drain = &ds[len(ds)-1]
 	}
 	return v

@@ -437,7 +437,11 @@ func (s *seat) recover(ctx context.Context, f find) error {
 		enforced.mode = drain.ModeEnforce
 		set = &enforced
 	}
-	if err := s.enter(ctx, w, arrival{gen: last.Gen, set: set, proc: p, argv: last.Argv, past: past, adopted: true}); err != nil {
+	over := past.ended
+	if over != nil && (over.Type != "end" || over.Gen != last.Gen || past.openDrain != nil || set.mode != drain.ModeEnforce) {
+		over = nil
+	}
+	if err := s.enter(ctx, w, arrival{gen: last.Gen, set: set, proc: p, argv: last.Argv, past: past, adopted: true, over: over}); err != nil {
 		s.closeProcess(p)
 		return err
 	}

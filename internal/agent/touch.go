@@ -110,7 +110,7 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 	defer b.flushing.Store(false)
 	exits, failed := b.tellFlush(ctx, q)
 	if failed != nil {
-		if b.proc.foreign || ctx.Err() != nil {
+		if b.proc.foreign || ctx.Err() != nil && !errors.Is(failed, drain.ErrSlice) {
 			return failed
 		}
 		// CMD is to end all the same.
@@ -156,8 +156,8 @@ func (b *backend) tellFlush(ctx context.Context, q drain.FlushRequest) (exits bo
 	if h.Signal != 0 {
 		return true, b.tellHook(ctx, h, q)
 	}
-	// An application that ends has flushed, whoever was to say so.
-	ctx, cancel := context.WithCancel(ctx)
+	// Its slice is for what the application has to do; it may end after it. One that ends has flushed, whoever was to say so.
+	ctx, cancel := context.WithTimeoutCause(ctx, q.TimeLeft, drain.ErrSlice)
 	defer cancel()
 	go func() {
 		select {
@@ -189,7 +189,7 @@ func (b *backend) answered(ctx context.Context, m *drain.Machine, id string) {
 }
 
 func (b *backend) tellHook(ctx context.Context, h hook.Hook, q drain.FlushRequest) error {
-	return b.tell(ctx, h, hook.Message{Kind: hook.Flush, Drain: q.Drain, Gen: q.Gen, Reason: q.Reason, TimeLeft: q.TimeLeft})
+	return b.tell(ctx, h, hook.Message{Kind: hook.Flush, Drain: q.Drain, Gen: q.Gen, Cause: q.Cause, Reason: q.Reason, TimeLeft: q.TimeLeft})
 }
 
 // tell delivers a hook, inside the network namespace of the application.
