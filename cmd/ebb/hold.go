@@ -36,7 +36,8 @@ When no ebb answers, or the caller is no process of a backend, that is said on
 stderr and CMD runs all the same, without a hold; with --require it does not run.
 When the flush has begun it is too late to begin work: CMD does not run.
 
-Signals are forwarded to CMD. Exit code: CMD's own (128+N for signal N); 1 if it was
+Signals are forwarded to CMD, but for SIGKILL, which cannot be: kill -9 of this process
+leaves CMD running, and its hold is released. Exit code: CMD's own (128+N for signal N); 1 if it was
 not run, 126 if it cannot be executed, 127 if it is not found.`,
 		Example: `  ebb hold -- ./nightly-report
   ebb hold --name export --require -- tar -cf /backup/export.tar /srv/export`,
@@ -45,7 +46,13 @@ not run, 126 if it cannot be executed, 127 if it is not found.`,
 			if len(args) == 0 {
 				return usagef("no command: want ebb hold [flags] -- CMD [ARG...]")
 			}
-			h.env, h.socket, h.name = env, cmp.Or(h.socket, env.appSocket()), cmp.Or(h.name, filepath.Base(args[0]))
+			if !cmd.Flags().Changed("name") {
+				h.name = filepath.Base(args[0])
+			}
+			if err := api.CheckName(h.name); err != nil {
+				return usagef("--name: %v, got %q", err, h.name)
+			}
+			h.env, h.socket = env, cmp.Or(h.socket, env.appSocket())
 			return h.run(cmd.Context(), args)
 		},
 	}
