@@ -206,6 +206,10 @@ func (e *environment) drainGroup(ctx context.Context, c drainCall, g []*target, 
 		}
 		fmt.Fprintf(e.stdout, "%s: %s (drain %s), deadline %s, in %s\n", line(d.Backend), d.State, d.ID,
 			clockTime(d.Deadline), brief(time.Until(d.Deadline)))
+		// As it was before we asked.
+		if was := g[0].Drain; c.request.Grace != nil && was != nil && was.ID == d.ID && !d.Deadline.Before(was.Deadline) {
+			fmt.Fprintf(e.stdout, "it ran already, and --grace %s would end it later: its deadline stays; see ebb extend\n", *c.request.Grace)
+		}
 		if !c.wait {
 			fmt.Fprintf(e.stdout, "see what blocks it with: ebb explain %s\n", shellWord(d.Backend))
 		}

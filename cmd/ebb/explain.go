@@ -227,10 +227,13 @@ func blocks(b api.Backend) string {
 		return "unknown: the connections cannot be counted, so the drain waits for its deadline"
 	}
 	var parts []string
-	for _, class := range slices.Concat(api.Classes[:], []string{"hold"}) {
+	for _, class := range api.Classes {
 		if n := b.Drain.Blocking[class]; n > 0 {
 			parts = append(parts, fmt.Sprintf("%d %s", n, class))
 		}
+	}
+	if n := b.Drain.Blocking["hold"]; n > 0 {
+		parts = append(parts, plural(n, "hold"))
 	}
 	if _, ok := b.Drain.Blocking["unknown"]; ok {
 		parts = append(parts, "an unknown count")

@@ -201,7 +201,11 @@ func (l *late) choose(want drain.OnNew, p plan) (drain.OnNew, string) {
 	case drain.OnNewAuto, drain.OnNewSteer:
 		switch {
 		case steerable && l.o.health == nil:
-			return drain.OnNewSteer, "to " + strings.Join(p.whom, ", ") + ", which listens in the same network namespace"
+			which := ", which listens in the same network namespace"
+			if len(p.whom) > 1 {
+				which = ", which listen in the same network namespace"
+			}
+			return drain.OnNewSteer, "to " + strings.Join(p.whom, ", ") + which
 		case steerable && relayable:
 			return drain.OnNewRelay, "to " + to + "; health checks are turned away, which steering cannot do"
 		}
