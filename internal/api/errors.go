@@ -29,6 +29,8 @@ var (
 	// ErrNotPossible: the request is well formed, but this backend, budget, kernel or version cannot do
 	// it: a budget that does not fit, refuse without a datapath, an extension beyond the cap. 422.
 	ErrNotPossible = errors.New("not possible")
+	// ErrTooFast: the applications of one backend ask for more than their share. Nothing was done; try again. 429.
+	ErrTooFast = errors.New("too many requests")
 	// ErrNotReady: what Ready and BackendReady wrap while a backend drains. 503.
 	ErrNotReady = errors.New("not ready")
 
@@ -57,6 +59,7 @@ var problemKinds = []problemKind{
 	{"not-draining", 409, []error{ErrNotDraining, drain.ErrNotDraining}},
 	{"flush-has-begun", 409, []error{ErrFlushing, drain.ErrFlushing}},
 	{"not-possible", 422, []error{ErrNotPossible, drain.ErrPolicy, drain.ErrLimit, drain.ErrOff}},
+	{"too-many-requests", 429, []error{ErrTooFast}},
 	{"not-ready", 503, []error{ErrNotReady}},
 }
 

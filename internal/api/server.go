@@ -822,7 +822,7 @@ func (s *Server) problem(ctx context.Context, err error) *Problem {
 	}
 	for _, k := range problemKinds {
 		if k.matches(err) {
-			p := &Problem{Type: problemType + k.name, Title: k.sentinels[0].Error(), Status: k.status, Detail: err.Error()}
+			p := &Problem{Type: problemType + k.name, Title: k.sentinels[0].Error(), Status: k.status, Detail: err.Error(), retry: k.status == http.StatusTooManyRequests}
 			if errors.Is(err, ErrUnknown) {
 				p.Known = []string{}
 				for _, b := range s.backends(ctx) {

@@ -9,8 +9,8 @@ import (
 	"github.com/ebbproxy/ebb/internal/api"
 )
 
-// An application may hold 64 times 256 leases of 128 bytes of name and id, which JSON makes six times longer at most. With
-// all of them an answer would not fit into a message, and one application could keep operators from seeing any backend.
+// An application may hold 256 leases of 128 bytes of name and id, which JSON makes six times longer at most, and as many are
+// in the report of its drain. With all those of many an answer would not fit into a message, and nobody would see any backend.
 const (
 	maxLeases = 4096 // of one answer; if there are more,
 	fewLeases = 32   // at least so many of each backend, or of each drain, are in it

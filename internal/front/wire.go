@@ -157,6 +157,7 @@ var kinds = []struct {
 	{"not-draining", []error{api.ErrNotDraining, drain.ErrNotDraining}},
 	{"flushing", []error{api.ErrFlushing, drain.ErrFlushing}},
 	{"not-possible", []error{api.ErrNotPossible, drain.ErrPolicy, drain.ErrLimit, drain.ErrOff}},
+	{"too-fast", []error{api.ErrTooFast}},
 	{"not-ready", []error{api.ErrNotReady}},
 }
 

@@ -23,12 +23,27 @@ import (
 // What a book takes at most. An application in good order is far from any of them.
 const (
 	maxSessions = 64   // of a backend
-	maxHolds    = 256  // of a session
+	maxHolds    = 256  // of a backend
 	maxEvents   = 64   // of a session, not acknowledged
 	maxName     = 128  // bytes of a lease's id or name
 	maxError    = 1024 // bytes that are kept of what a failed flush says
 	maxMet      = 256  // leases of a drain's report
 	maxNames    = 32   // that Holds returns, for a log
+)
+
+// How often an application has us write the file. A registration, a hold and an extension are written before they are answered,
+// and so are, at most twice for each, what answers a flush or gives them back: 150 times a second at most.
+const (
+	burstWrites = maxSessions + maxHolds // all that comes back at once when the file was lost
+	everyWrite  = 20 * time.Millisecond  // from then on
+	lazily      = 250 * time.Millisecond // between two writes for what nobody waits for, such as acknowledgements
+)
+
+// How many of its events an application has us publish, in a log of 1,024 that is all backends'. What a stream waits for is
+// always among them.
+const (
+	burstEvents = 64
+	everyEvent  = 5 * time.Second
 )
 
 // Options are what New needs to know.
@@ -101,8 +116,15 @@ type Book struct {
 	made  time.Time
 	alone time.Duration // on that clock: since when the machine knows of no drain
 
-	dirty   bool // the file is behind
-	failed  bool // the last attempt to write it failed
+	dirty  bool      // the file is behind
+	owed   bool      // it is, in what nobody waits for
+	wrote  time.Time // when it was written
+	failed bool      // the last attempt to write it failed
+	writes api.Rate
+
+	events api.Rate
+	hidden int // events that were not published since one said how many
+
 	out     []drain.Event
 	changed bool
 	stale   int
@@ -145,6 +167,7 @@ func New(o Options) (*Book, error) {
 	b := &Book{
 		o: o, log: o.Log.With("service", o.Service, "backend", o.Backend, "gen", o.Gen), at: time.Now(), made: time.Now(),
 		moved: make(chan struct{}), wake: make(chan struct{}, 1),
+		writes: api.Rate{Burst: burstWrites, Every: everyWrite}, events: api.Rate{Burst: burstEvents, Every: everyEvent},
 	}
 	b.level.State = drain.StateServing
 	b.restore()
@@ -160,7 +183,7 @@ func (b *Book) do(f func() error) error {
 	}
 	b.at = now
 	err := f()
-	if b.dirty {
+	if b.dirty || b.owed && now.Sub(b.wrote) >= lazily {
 		_ = b.save() // it is tried again
 	}
 	if b.changed || len(b.out) > 0 {
@@ -196,6 +219,26 @@ func (b *Book) tell() {
 	}
 }
 
+// mention is say for what nobody waits for: an application may not fill the log that all share.
+func (b *Book) mention(s *session, what string) {
+	if b.events.Take() {
+		b.say(s, what)
+	} else {
+		b.hidden++
+	}
+}
+
+// unhide says how many events were not published.
+func (b *Book) unhide() {
+	if b.hidden > 0 && b.events.Take() {
+		b.out = append(b.out, drain.Event{
+			Time: time.Now(), Type: api.EventSession, Service: b.o.Service, Backend: b.o.Backend, Gen: b.o.Gen,
+			Message: fmt.Sprintf("sessions: %d more events", b.hidden), Fields: map[string]any{"what": "more", "n": b.hidden},
+		})
+		b.hidden = 0
+	}
+}
+
 // say publishes what has happened to a session.
 func (b *Book) say(s *session, what string) {
 	e := drain.Event{
@@ -220,7 +263,8 @@ func (b *Book) warn(msg string, err error) {
 
 // Open registers a process. The caller vouches for it: it is of this backend, and its pid is its own while the call lasts.
 // A session that opens in mid-drain has as its first events what the others were told of it. The error wraps
-// [api.ErrNotPossible] for a request that is none or one session too many; else the session could not be kept.
+// [api.ErrNotPossible] for a request that is none or one session too many, or [api.ErrTooFast]; else the session could not be
+// kept.
 func (b *Book) Open(_ context.Context, p api.Process, r api.SessionRequest) (api.Session, error) {
 	var v api.Session
 	err := b.do(func() error {
@@ -247,8 +291,11 @@ func (b *Book) Open(_ context.Context, p api.Process, r api.SessionRequest) (api
 			}
 			b.drop(b.Sessions[i], "makes room")
 		}
+		if err := b.mayWrite(); err != nil {
+			return err
+		}
 		b.Sessions = append(b.Sessions, s)
-		b.say(s, "opened")
+		b.mention(s, "opened")
 		switch t := b.running(); {
 		case b.Over:
 			b.queue(s, b.evicted())
@@ -272,8 +319,8 @@ func (b *Book) Open(_ context.Context, p api.Process, r api.SessionRequest) (api
 }
 
 // Call does what a session asks, and is a sign of its life. The error wraps one of [api.ErrUnknownSession],
-// [api.ErrAmbiguous], [api.ErrFlushing], [api.ErrStale] and [api.ErrNotPossible]; any other says that a hold could not be
-// kept, and it is none.
+// [api.ErrAmbiguous], [api.ErrFlushing], [api.ErrStale], [api.ErrNotPossible] and [api.ErrTooFast]; any other says that a hold
+// could not be kept, and it is none.
 func (b *Book) Call(ctx context.Context, id string, p api.Process, c api.SessionCall) (api.Session, error) {
 	var v api.Session
 	var extend time.Duration
@@ -325,7 +372,7 @@ func (b *Book) Events(_ context.Context, id string, p api.Process, from, stream 
 		}
 		if stream > s.stream {
 			if s.stream != 0 {
-				b.say(s, "stream replaced")
+				b.mention(s, "stream replaced")
 			}
 			s.stream = stream
 			b.alive(s)
@@ -349,6 +396,7 @@ func (b *Book) Events(_ context.Context, id string, p api.Process, from, stream 
 // their generation is over, [api.EndRestarting] and [api.EndTransient].
 func (b *Book) Close(reason string) {
 	_ = b.do(func() error {
+		b.dirty = b.dirty || b.owed
 		if reason == api.EndEvicted {
 			b.evict()
 			return nil
@@ -551,7 +599,8 @@ func (b *Book) ack(s *session, seq uint64) {
 	if seq <= s.Acked {
 		return
 	}
-	s.Acked, b.dirty = seq, true
+	s.Acked = seq
+	b.owe()
 	s.Events = slices.DeleteFunc(s.Events, func(e event) bool { return e.Seq <= seq })
 	if b.Over && len(s.Events) == 0 {
 		b.drop(s, "has acknowledged the end")
@@ -569,8 +618,11 @@ func (b *Book) hold(s *session, c api.SessionCall) error {
 		return nil
 	case b.flushing():
 		return fmt.Errorf("%w: it is too late to begin work", api.ErrFlushing)
-	case len(s.Holds) >= maxHolds:
-		return fmt.Errorf("%w: the session has %d holds already, which is the most", api.ErrNotPossible, maxHolds)
+	case b.leases() >= maxHolds:
+		return fmt.Errorf("%w: %d leases of %q are held already, which is the most", api.ErrNotPossible, maxHolds, b.o.Backend)
+	}
+	if err := b.mayWrite(); err != nil {
+		return err
 	}
 	s.Holds = append(s.Holds, api.Lease{ID: id, Name: name, Since: time.Now()})
 	if err := b.save(); err != nil {
@@ -579,6 +631,30 @@ func (b *Book) hold(s *session, c api.SessionCall) error {
 	}
 	b.changed = true
 	return nil
+}
+
+// leases is how many all sessions have, also those that are lost.
+func (b *Book) leases() (n int) {
+	for _, s := range b.Sessions {
+		n += len(s.Holds)
+	}
+	return n
+}
+
+// mayWrite counts one more write for which an application waits.
+func (b *Book) mayWrite() error {
+	if b.writes.Take() {
+		return nil
+	}
+	return fmt.Errorf("%w: sessions of %q register, hold and extend %d times a second at most; try again", api.ErrTooFast, b.o.Backend, time.Second/everyWrite)
+}
+
+// owe has the file written soon.
+func (b *Book) owe() {
+	if !b.owed {
+		b.owed = true
+		b.rouse()
+	}
 }
 
 // release gives a lease back. One that is not held is none that matters.
@@ -606,7 +682,7 @@ func (b *Book) drop(s *session, why string) {
 	}
 	b.changed, b.dirty = true, true
 	b.log.Info("session ended", "session", s.ID, "pid", s.PID, "why", why)
-	b.say(s, why)
+	b.mention(s, why)
 }
 
 // started is when a process started, 0 if nobody can say.

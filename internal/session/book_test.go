@@ -358,13 +358,14 @@ func TestLimits(t *testing.T) {
 			call(t, b, id, api.SessionCall{Op: "hold", Name: fmt.Sprint(i)})
 		}
 		refused(t, b, id, api.SessionCall{Op: "hold", Name: "one more"}, api.ErrNotPossible)
+		refused(t, b, enter(t, b, 99, api.SessionRequest{}), api.SessionCall{Op: "hold", Name: "one of another"}, api.ErrNotPossible)
 		for _, name := range []string{"", "line\nbreak", "\xff", strings.Repeat("x", maxName+1)} {
 			refused(t, b, id, api.SessionCall{Op: "hold", Name: name, ID: name}, api.ErrNotPossible)
 		}
 		if n, names := b.Holds(); n != maxHolds || len(names) != maxNames {
 			t.Errorf("got %d holds, %d of them named", n, len(names))
 		}
-		for i := range maxSessions - 1 {
+		for i := range maxSessions - 2 {
 			enter(t, b, 100+i, api.SessionRequest{})
 		}
 		if _, err := b.Open(ctx, api.Process{PID: 1}, api.SessionRequest{}); !errors.Is(err, api.ErrNotPossible) {

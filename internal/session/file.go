@@ -3,6 +3,7 @@
 package session
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -167,11 +168,11 @@ func (b *Book) restore() {
 
 // save writes the file. That a process dies it survives; the end of the machine ends the sessions too, so it is not synced.
 func (b *Book) save() error {
-	if b.o.File == "" {
-		b.dirty = false
-		return nil
+	var err error
+	if b.o.File != "" {
+		err = b.write()
 	}
-	err := b.write()
+	b.owed, b.wrote = false, time.Now()
 	if b.dirty = err != nil; !b.dirty {
 		b.failed = false
 		return nil
@@ -184,12 +185,14 @@ func (b *Book) save() error {
 }
 
 func (b *Book) write() error {
-	data, err := json.Marshal(b.state)
-	if err != nil {
+	var data bytes.Buffer
+	enc := json.NewEncoder(&data)
+	enc.SetEscapeHTML(false) // six bytes for one that an application has chosen
+	if err := enc.Encode(b.state); err != nil {
 		return fmt.Errorf("encode sessions: %w", err)
 	}
 	next := beside(b.o.File, "new")
-	if err := os.WriteFile(next, data, 0o600); err != nil {
+	if err := os.WriteFile(next, data.Bytes(), 0o600); err != nil {
 		return fmt.Errorf("write sessions: %w", err)
 	}
 	if err := os.Rename(next, b.o.File); err != nil {

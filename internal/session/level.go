@@ -93,7 +93,11 @@ func (b *Book) queue(s *session, e event) {
 	e.Seq, e.Backend, e.Service, e.Gen = s.Seq, b.o.Backend, b.o.Service, b.o.Gen
 	s.Events = append(s.Events, e)
 	b.dirty = true
-	b.say(s, e.Type)
+	if s.stream != 0 {
+		b.say(s, e.Type)
+	} else {
+		b.mention(s, e.Type) // it has no stream that waits for it
+	}
 	if len(s.Events) <= maxEvents {
 		return
 	}
@@ -332,14 +336,14 @@ func (b *Book) flushed(s *session, c api.SessionCall) error {
 		t.Flush.Errors = append(t.Flush.Errors, fmt.Sprintf("process %d: %s", s.PID, text))
 	}
 	b.log.Info("application has flushed", "session", s.ID, "pid", s.PID, "drain", t.ID, "failed", c.Error != "")
-	b.say(s, "flushed")
+	b.mention(s, "flushed")
 	return nil
 }
 
 // ignore counts a late word on a drain that is not the present one.
 func (b *Book) ignore(what, id string) error {
 	b.stale++
-	b.log.Info("late word ignored", "what", what, "drain", id)
+	b.log.Debug("late word ignored", "what", what, "drain", id)
 	return fmt.Errorf("%w: %s for drain %q, which is not the one that runs; it is ignored", api.ErrStale, what, id)
 }
 
@@ -360,6 +364,9 @@ func (b *Book) mayExtend(c api.SessionCall) (time.Duration, error) {
 		return no("the flush has begun")
 	case b.Extended == t.ID:
 		return no("the drain was extended already, and is once at most")
+	}
+	if err := b.mayWrite(); err != nil {
+		return 0, err
 	}
 	b.Extended, b.dirty = t.ID, true
 	if c.ByMS < b.o.Extension.Milliseconds() {
@@ -382,7 +389,7 @@ func (b *Book) extend(ctx context.Context, id string, p api.Process, by time.Dur
 			return err
 		}
 		b.log.Info("application has extended the drain", "session", id, "pid", s.PID, "by", by)
-		b.say(s, "extended")
+		b.mention(s, "extended")
 		v = b.view(s)
 		return nil
 	})

@@ -35,7 +35,7 @@ func (b *Book) judge(s *session, h api.Health) {
 	} else {
 		b.log.Warn("session is silent", "session", s.ID, "pid", s.PID, "health", h, "since", s.heardAt)
 	}
-	b.say(s, string(h))
+	b.mention(s, string(h))
 }
 
 // heardOf is when the process of a session was last heard of. An application that had to register anew, since it did not get
@@ -58,10 +58,17 @@ func (b *Book) look() time.Duration {
 	if b.Unknown && b.up >= b.o.Lost {
 		b.Unknown, b.changed, b.dirty = false, true, true
 	}
+	b.unhide()
+	next := b.tick()
+	if b.owed {
+		next = min(next, max(lazily-time.Since(b.wrote), time.Millisecond))
+	}
 	if b.Over || len(b.Sessions) == 0 && !b.Unknown {
+		if b.owed || b.hidden > 0 {
+			return next
+		}
 		return 0
 	}
-	next := b.tick()
 	for _, s := range slices.Clone(b.Sessions) {
 		silent := b.up - b.heardOf(s)
 		switch {
