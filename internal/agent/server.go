@@ -5,6 +5,7 @@ package agent
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os/user"
 	"sync"
@@ -270,6 +271,10 @@ func actionEvent(a api.Audit) drain.Event {
 		"action": a.Action, "uid": a.UID, "pid": a.PID, "by": a.By, "reason": a.Reason, "status": a.Status,
 	}}
 	e.Message = a.Action + " by " + a.By
+	if a.Before > 0 {
+		e.Message = fmt.Sprintf("%d more actions, which are not recorded, and then %s", a.Before, e.Message)
+		e.Fields["before"] = a.Before
+	}
 	if a.Err != nil {
 		e.Message += " was refused: " + a.Err.Error()
 		e.Fields["err"] = a.Err.Error()

@@ -634,3 +634,50 @@ func TestSixtyFourSessionsAtOnce(t *testing.T) {
 		t.Errorf("%d applications have registered, want 64", n)
 	}
 }
+
+// One application does not fill the log with what it does; who is an operator is always recorded.
+func TestRecordsOfOneApplicationAreBounded(t *testing.T) {
+	f := newApps(t, time.Minute, nil)
+	recorded := func() int {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		return len(f.audits)
+	}
+	begun := time.Now()
+	for range 100 {
+		if err := f.client.EndSession(t.Context(), f.open().ID); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n := recorded()
+	if most := 65 + int(time.Since(begun)/(5*time.Second)); n < 64 || n > most {
+		t.Errorf("got %d records of 200 actions, want 64 to %d", n, most)
+	}
+	f.owner.Store("blind")
+	f.open()
+	if got := recorded(); got != n+1 {
+		t.Errorf("the action of another application: got %d records, want 1", got-n)
+	}
+	ln, err := api.ListenAs(filepath.Join(shortTemp(t), "o.sock"), 0o600, -1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	served := make(chan error, 1)
+	go func() { served <- f.server.ServeAs(ctx, ln, api.Anyone()) }()
+	defer func() { cancel(); <-served }()
+	c, err := api.Dial(t.Context(), ln.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	n = recorded()
+	for range 70 {
+		if _, err := c.Drain(t.Context(), "web", api.DrainRequest{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := recorded() - n; got != 70 {
+		t.Errorf("got %d records of 70 actions of an operator", got)
+	}
+}

@@ -2,7 +2,10 @@
 
 package api
 
-import "time"
+import (
+	"sync"
+	"time"
+)
 
 // Rate bounds how often something happens: Burst times at once, and once in Every from then on (a token bucket). Its one
 // method may not be called from several goroutines at once.
@@ -28,4 +31,36 @@ func (r *Rate) Take() bool {
 	}
 	r.used++
 	return true
+}
+
+// records bounds the audit records of those who are no operators: of the processes of each backend, and of all who are refused.
+// An application may not fill the log that all share. Its methods may be called from any goroutine.
+type records struct {
+	mu sync.Mutex
+	of map[string]*record // by the backend; empty: who is of none
+}
+
+type record struct {
+	rate  Rate
+	under int // that were not recorded since the last one that was
+}
+
+// take says whether one more is recorded, and how many were not before it.
+func (r *records) take(backend string) (before int, ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.of == nil {
+		r.of = make(map[string]*record)
+	}
+	of := r.of[backend]
+	if of == nil {
+		of = &record{rate: Rate{Burst: maxRecords, Every: everyRecord}}
+		r.of[backend] = of
+	}
+	if !of.rate.Take() {
+		of.under++
+		return 0, false
+	}
+	before, of.under = of.under, 0
+	return before, true
 }

@@ -54,6 +54,8 @@ const (
 	// What sessions say is quick and must not wait behind what others ask, nor their streams' looks behind what they say.
 	maxSayings      = 32 // answered at the same time
 	maxSayingsOfApp = 4
+	maxRecords      = 64 // audit records of one application at once, and one
+	everyRecord     = 5 * time.Second
 	maxAsks         = 32 // looks at what is new for a stream, of all listeners
 	maxAsksOfApp    = 4
 )
@@ -104,6 +106,7 @@ type Audit struct {
 	Reason  string
 	Status  int   // the HTTP status of the answer
 	Err     error // why it was refused
+	Before  int   // how many more of this backend's processes, or of those who are refused, came before it and are not recorded
 }
 
 // Options of NewServer. Source and Log are required.
@@ -111,7 +114,8 @@ type Options struct {
 	Source  Source
 	Log     *Log
 	Metrics http.Handler // GET /metrics; nil: 404
-	// Audit is called once for each action, after it; nil writes it to Logger at Info.
+	// Audit is called once for each action, after it; nil writes it to Logger at Info. Of those of one application, and of
+	// those who are not admitted, it is called for 64 at once and for one in 5 s.
 	Audit  func(Audit)
 	Logger *slog.Logger // nil discards
 }
@@ -336,6 +340,7 @@ type entrance struct {
 	Access
 	requests, streams, sayings, watchers *places
 	conns                                shares // by the backend whose application has made them
+	records                              records
 }
 
 // mux answers with problem documents where http.ServeMux would answer in plain text.
@@ -387,6 +392,9 @@ func (e *entrance) dispatch(w http.ResponseWriter, req *http.Request, methods ma
 		return
 	}
 	c, err := e.admit(req)
+	if err != nil || e.owner != nil {
+		c.records = &e.records
+	}
 	if r.who == apps {
 		req.SetPathValue("name", c.backend)
 	}
@@ -564,6 +572,12 @@ func (s *Server) action(w http.ResponseWriter, req *http.Request, r interface{ c
 func (s *Server) audit(req *http.Request, a Audit) {
 	c := callerOf(req.Context())
 	a.Time, a.UID, a.PID, a.By = time.Now(), c.uid, c.pid, c.String()
+	if c.records != nil {
+		var ok bool
+		if a.Before, ok = c.records.take(c.backend); !ok {
+			return
+		}
+	}
 	a.Action, a.Backend = actionOf(req), req.PathValue("name")
 	a.Status = cmp.Or(a.Status, http.StatusOK)
 	if a.Err != nil {
@@ -597,6 +611,9 @@ func (s *Server) logAudit(a Audit) {
 	}
 	if a.Err != nil {
 		attrs = append(attrs, slog.Any("err", a.Err))
+	}
+	if a.Before > 0 {
+		attrs = append(attrs, slog.Int("before", a.Before))
 	}
 	s.o.Logger.LogAttrs(context.Background(), slog.LevelInfo, "action over the API", attrs...)
 }

@@ -297,7 +297,7 @@ func (s *session) do(ctx context.Context, q call) (any, error) {
 		return s.metrics(ctx)
 	case q.Op == opAudit && q.Audit != nil && s.o.Audit != nil:
 		a := q.Audit
-		r := api.Audit{Time: time.Now(), UID: a.UID, PID: a.PID, By: a.By, Action: a.Action, Backend: a.Backend, Drain: a.Drain, Reason: a.Reason, Status: a.Status}
+		r := api.Audit{Time: time.Now(), UID: a.UID, PID: a.PID, By: a.By, Action: a.Action, Backend: a.Backend, Drain: a.Drain, Reason: a.Reason, Status: a.Status, Before: a.Before}
 		if a.Err != "" {
 			r.Err = errors.New(a.Err)
 		}

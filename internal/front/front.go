@@ -318,7 +318,7 @@ func (c *client) owner(ctx context.Context, pid int) (string, error) {
 }
 
 func (c *client) audit(a api.Audit) {
-	r := &audit{UID: a.UID, PID: a.PID, By: a.By, Action: a.Action, Backend: a.Backend, Drain: a.Drain, Reason: a.Reason, Status: a.Status}
+	r := &audit{UID: a.UID, PID: a.PID, By: a.By, Action: a.Action, Backend: a.Backend, Drain: a.Drain, Reason: a.Reason, Status: a.Status, Before: a.Before}
 	if a.Err != nil {
 		r.Err = a.Err.Error()
 	}

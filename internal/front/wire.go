@@ -98,6 +98,7 @@ type audit struct {
 	Reason  string `json:"reason"`
 	Status  int    `json:"status"`
 	Err     string `json:"err"`
+	Before  int    `json:"before,omitempty"`
 }
 
 // message is what the core says: one member is set.
