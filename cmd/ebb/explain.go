@@ -178,7 +178,13 @@ func (x explanation) drainItems(item func(string, string, ...any), now time.Time
 	case d.FlushResult != "":
 		item("flush", "sent (reason %s), result %s", d.FlushReason, d.FlushResult)
 	case d.FlushReason != "":
-		item("flush", "sent (reason %s); the application has until %s", d.FlushReason, clockTime(acts))
+		end := acts // of its slice
+		for _, p := range d.Phases {
+			if at := p.At.Add(time.Duration(d.Slices.Flush)); p.Phase == drain.PhaseFlush && at.Before(acts) {
+				end = at
+			}
+		}
+		item("flush", "sent (reason %s); the application has until %s", d.FlushReason, clockTime(end))
 	default:
 		item("flush", "at zero that lasts %s, at the latest %s (in %s); the application then has %s",
 			d.Policy.QuietPeriod, clockTime(flush), brief(flush.Sub(now)), brief(time.Duration(d.Slices.Flush)))
