@@ -30,7 +30,7 @@ type caller struct {
 	credential string // the certificate's name or "token"; empty over a Unix socket
 	// backend is the only one that an application may ask about; empty: all.
 	backend string
-	records *records // bounds what is recorded of them; nil: nothing does
+	records *rates // bounds what is recorded of them; nil: nothing does
 }
 
 // known says whether anybody knows who asks; others may only look.

@@ -635,6 +635,26 @@ func TestSixtyFourSessionsAtOnce(t *testing.T) {
 	}
 }
 
+// One application does not have its deadlines written all the time.
+func TestDrainsByOneApplicationAreBounded(t *testing.T) {
+	f := newApps(t, time.Minute, nil)
+	begun := time.Now()
+	for i := 0; ; i++ {
+		_, err := f.client.Drain(t.Context(), "web", api.DrainRequest{})
+		most := 16 + int(time.Since(begun)/time.Second)
+		if errors.Is(err, api.ErrTooFast) && i >= 16 {
+			break
+		}
+		if err != nil || i > most {
+			t.Fatalf("request %d, of %d at most: got %v", i, most, err)
+		}
+	}
+	f.owner.Store("blind")
+	if _, err := f.client.Drain(t.Context(), "blind", api.DrainRequest{}); err != nil {
+		t.Errorf("another application: got %v", err)
+	}
+}
+
 // One application does not fill the log with what it does; who is an operator is always recorded.
 func TestRecordsOfOneApplicationAreBounded(t *testing.T) {
 	f := newApps(t, time.Minute, nil)

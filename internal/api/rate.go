@@ -33,34 +33,35 @@ func (r *Rate) Take() bool {
 	return true
 }
 
-// records bounds the audit records of those who are no operators: of the processes of each backend, and of all who are refused.
-// An application may not fill the log that all share. Its methods may be called from any goroutine.
-type records struct {
+// rates bounds what the processes of each backend do. Its methods may be called from any goroutine.
+type rates struct {
+	each Rate
+
 	mu sync.Mutex
-	of map[string]*record // by the backend; empty: who is of none
+	of map[string]*appRate // by the backend; empty: who is of none
 }
 
-type record struct {
-	rate  Rate
-	under int // that were not recorded since the last one that was
+type appRate struct {
+	Rate
+	over int // what was too much since the last that was not
 }
 
-// take says whether one more is recorded, and how many were not before it.
-func (r *records) take(backend string) (before int, ok bool) {
+// take says whether it may happen once more, and how often it might not since the last time that it did.
+func (r *rates) take(app string) (before int, ok bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.of == nil {
-		r.of = make(map[string]*record)
+		r.of = make(map[string]*appRate)
 	}
-	of := r.of[backend]
+	of := r.of[app]
 	if of == nil {
-		of = &record{rate: Rate{Burst: maxRecords, Every: everyRecord}}
-		r.of[backend] = of
+		of = &appRate{Rate: r.each}
+		r.of[app] = of
 	}
-	if !of.rate.Take() {
-		of.under++
+	if !of.Take() {
+		of.over++
 		return 0, false
 	}
-	before, of.under = of.under, 0
+	before, of.over = of.over, 0
 	return before, true
 }

@@ -31,10 +31,10 @@ func TestRate(t *testing.T) {
 	})
 }
 
-// What is not recorded is counted, for each application apart.
-func TestRecordsAreBounded(t *testing.T) {
+// What was too much is counted, for each application apart.
+func TestRatesOfApplications(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var r records
+		r := rates{each: Rate{Burst: maxRecords, Every: everyRecord}}
 		n := 0
 		for range 100 {
 			if before, ok := r.take("web"); ok {

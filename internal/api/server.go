@@ -54,10 +54,15 @@ const (
 	// What sessions say is quick and must not wait behind what others ask, nor their streams' looks behind what they say.
 	maxSayings      = 32 // answered at the same time
 	maxSayingsOfApp = 4
-	maxRecords      = 64 // audit records of one application at once, and one
-	everyRecord     = 5 * time.Second
 	maxAsks         = 32 // looks at what is new for a stream, of all listeners
 	maxAsksOfApp    = 4
+
+	// What applications do is recorded, in a log that all share, and each shorter deadline is written to a disk. Of one
+	// application, and of all who are not admitted together:
+	maxRecords  = 64 // audit records at once, and one in
+	everyRecord = 5 * time.Second
+	maxDrains   = 16 // requests to drain at once, and one in
+	everyDrain  = time.Second
 )
 
 //go:embed openapi.json
@@ -187,6 +192,8 @@ func (s *Server) serve(ctx context.Context, ln net.Listener, a Access, rs []rout
 		streams:  newPlaces(maxStreams, maxPerApp, "readers follow the events already; end one of them"),
 		sayings:  newPlaces(maxSayings, maxSayingsOfApp, "sessions are being answered"),
 		watchers: newPlaces(maxAppConns, maxWatchersOfApp, "sessions have a stream already; end one of them"),
+		records:  rates{each: Rate{Burst: maxRecords, Every: everyRecord}},
+		drains:   rates{each: Rate{Burst: maxDrains, Every: everyDrain}},
 	}
 	stopping, stop := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer stop(nil)
@@ -340,7 +347,7 @@ type entrance struct {
 	Access
 	requests, streams, sayings, watchers *places
 	conns                                shares // by the backend whose application has made them
-	records                              records
+	records, drains                      rates  // of who is no operator
 }
 
 // mux answers with problem documents where http.ServeMux would answer in plain text.
@@ -448,6 +455,13 @@ func (e *entrance) enter(ctx context.Context, r route, c caller) (leave func(), 
 		p, patience = e.watchers, 0
 	case saying, doing:
 		p = e.sayings
+	case action:
+		if e.owner == nil {
+			break
+		}
+		if _, ok := e.drains.take(c.backend); !ok {
+			return nil, fmt.Errorf("%w: %s may be drained by its processes once in %v", ErrTooFast, c.backend, everyDrain)
+		}
 	}
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
