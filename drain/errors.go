@@ -53,6 +53,9 @@ var (
 	// ErrSlice is the cause with which the context of a call of World ends when its slice is over.
 	ErrSlice = errors.New("the slice is over")
 
+	// ErrEnded is wrapped by World.Flush where the application has ended all the same.
+	ErrEnded = errors.New("the application has ended")
+
 	// errDeferred puts a command aside until the flip has returned. No caller sees it.
 	errDeferred = errors.New("deferred until the flip has returned")
 )

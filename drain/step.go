@@ -656,6 +656,9 @@ func (m *Machine) onFlush(r result) {
 		d.flushResult = FlushFailed
 		m.warn("the flush could not be delivered", r.err)
 	}
+	if errors.Is(r.err, ErrEnded) {
+		m.appGone(r.ended)
+	}
 	fields := map[string]any{"reason": string(d.flushReason), "result": string(d.flushResult)}
 	if r.err != nil {
 		fields["err"] = r.err.Error()

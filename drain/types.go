@@ -232,7 +232,7 @@ type World interface {
 	Retire(context.Context) (int, error)
 	// Survivors lists what is open.
 	Survivors(context.Context) ([]Survivor, error)
-	// Flush delivers the flush once and blocks until the application has flushed or ctx is over.
+	// Flush delivers the flush once and blocks until the application has flushed or ctx is over. An error may wrap ErrEnded.
 	Flush(context.Context, FlushRequest) error
 	// Cut ends what is left and returns inside Within.
 	Cut(context.Context, CutRequest) (CutReport, error)

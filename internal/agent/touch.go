@@ -132,7 +132,11 @@ func (b *backend) Flush(ctx context.Context, q drain.FlushRequest) error {
 		select {
 		case <-b.proc.exited():
 			b.release(ctx, nil, &finishing)
-			return errors.Join(failed, b.endRest(ctx))
+			err := b.endRest(ctx)
+			if failed != nil && err == nil {
+				err = drain.ErrEnded
+			}
+			return errors.Join(failed, err)
 		case <-tick.C:
 			// What the application has closed by itself is finished at once: its client waits for the FIN that our
 			// descriptor holds back.
