@@ -33,7 +33,7 @@ func (m *member) openBook(a arrival, before *backend) (*book, error) {
 	bk.Book, err = session.New(session.Options{
 		Backend: m.name, Service: m.service, Gen: a.gen, Extension: a.set.extension, File: m.sessions, Log: m.log, Started: probes.Started, Hears: m.hears,
 		Emit: m.emit, Changed: func() { bk.changed() }, Stale: func() { m.metrics.StaleSignal(m.service) },
-		Extend: func(ctx context.Context, by time.Duration) error { return m.extendOnce(ctx, a.gen, by) },
+		Extend: func(ctx context.Context, by time.Duration) (drain.Status, error) { return m.extendOnce(ctx, a.gen, by) },
 	})
 	if err != nil {
 		return nil, err
@@ -55,18 +55,17 @@ func (bk *book) changed() {
 
 // extendOnce is an application's wish for more time. Who has set a deadline nearer than the configured grace decides: it may be
 // the time at which the application is killed.
-func (m *member) extendOnce(ctx context.Context, gen uint64, by time.Duration) error {
+func (m *member) extendOnce(ctx context.Context, gen uint64, by time.Duration) (drain.Status, error) {
 	inc, mach, err := m.machine()
 	if err != nil {
-		return err
+		return drain.Status{}, err
 	}
 	s := mach.Status()
 	if s.Budget.Policy.Grace < inc.set.eff.Policy.Grace-time.Second { // not by what a restart rounds
-		return fmt.Errorf("%w: the deadline was set %v after the beginning, which is nearer than grace (%v)",
+		return s, fmt.Errorf("%w: the deadline was set %v after the beginning, which is nearer than grace (%v)",
 			api.ErrNotPossible, s.Budget.Policy.Grace.Round(time.Second), inc.set.eff.Policy.Grace)
 	}
-	_, err = mach.Extend(ctx, gen, min(by, inc.set.extension), time.Time{}, "the application")
-	return err
+	return mach.Extend(ctx, gen, min(by, inc.set.extension), time.Time{}, "the application")
 }
 
 // attend keeps a drain and the sessions of its application informed of each other until ctx ends.

@@ -3,11 +3,8 @@
 package agent
 
 import (
-	"fmt"
 	"os"
 	"os/signal"
-	"strconv"
-	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -31,21 +28,6 @@ func DefaultStopSignals(pid int, terminal bool) []syscall.Signal {
 		}
 	}
 	return s
-}
-
-// ParseSignal reads a signal's name with or without SIG, in any case, or its number.
-func ParseSignal(s string) (syscall.Signal, error) {
-	if n, err := strconv.Atoi(s); err == nil && n > 0 && n < 65 {
-		return syscall.Signal(n), nil
-	}
-	name := strings.ToUpper(s)
-	if !strings.HasPrefix(name, "SIG") {
-		name = "SIG" + name
-	}
-	if n := unix.SignalNum(name); n != 0 {
-		return n, nil
-	}
-	return 0, fmt.Errorf("unknown signal %q: want a name such as TERM or QUIT, or a number", s)
 }
 
 // catchSignals delivers every signal that can be caught. It is called before anything else, so that a stop that

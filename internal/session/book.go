@@ -75,8 +75,8 @@ type Options struct {
 	Emit    func(drain.Event) // an event; nil discards
 	Changed func()            // holds, health, version or number of applications may have changed
 	Stale   func()            // a late answer was ignored: count it
-	// Extend asks for a later deadline. It is called without a lock.
-	Extend func(ctx context.Context, by time.Duration) error
+	// Extend asks for a later deadline, and returns the drain as it is then. It is called without a lock.
+	Extend func(ctx context.Context, by time.Duration) (drain.Status, error)
 
 	boot  string                                                   // the boot id; empty: the kernel's
 	watch func(ctx context.Context, pid int, is func() bool) error // nil: awaitEnd

@@ -46,11 +46,11 @@ func (o *owner) options() Options {
 		},
 		Changed: func() { o.mu.Lock(); defer o.mu.Unlock(); o.changed++ },
 		Stale:   func() { o.mu.Lock(); defer o.mu.Unlock(); o.stale++ },
-		Extend: func(_ context.Context, by time.Duration) error {
+		Extend: func(_ context.Context, by time.Duration) (drain.Status, error) {
 			o.mu.Lock()
 			defer o.mu.Unlock()
 			o.extends = append(o.extends, by)
-			return o.refuse
+			return drain.Status{ID: "d1", Deadline: time.Now().Add(time.Minute), FlushBy: time.Now().Add(52 * time.Second)}, o.refuse
 		},
 		watch: func(ctx context.Context, _ int, _ func() bool) error { <-ctx.Done(); return context.Cause(ctx) },
 	}

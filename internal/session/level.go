@@ -377,7 +377,7 @@ func (b *Book) mayExtend(c api.SessionCall) (time.Duration, error) {
 
 // extend asks for the extension that mayExtend has noted.
 func (b *Book) extend(ctx context.Context, id string, p api.Process, by time.Duration) (api.Session, error) {
-	failed := b.o.Extend(ctx, by)
+	now, failed := b.o.Extend(ctx, by)
 	var v api.Session
 	err := b.do(func() error {
 		s, err := b.find(id, p)
@@ -391,6 +391,9 @@ func (b *Book) extend(ctx context.Context, id string, p api.Process, by time.Dur
 		b.log.Info("application has extended the drain", "session", id, "pid", s.PID, "by", by)
 		b.mention(s, "extended")
 		v = b.view(s)
+		if v.Drain != nil && v.Drain.ID == now.ID { // of which Follow hears in a moment
+			v.Drain.Deadline, v.Drain.FlushBy, v.Drain.TimeLeftMS = now.Deadline, now.FlushBy, *left(now.Deadline)
+		}
 		return nil
 	})
 	return v, err

@@ -287,8 +287,12 @@ func TestD6_OneExtensionToTheCap(t *testing.T) {
 		refused(t, b, id, extend, api.ErrNotPossible)
 		o.refuse = nil
 		o.extends = nil
-		if v := call(t, b, id, extend); v.ID != id || v.ExtensionMS != 10000 {
+		v := call(t, b, id, extend)
+		if v.ID != id || v.ExtensionMS != 10000 {
 			t.Errorf("got %+v", v)
+		}
+		if d := v.Drain; d == nil || !d.Deadline.Equal(time.Now().Add(time.Minute)) || !d.FlushBy.Equal(time.Now().Add(52*time.Second)) || d.TimeLeftMS != 60000 {
+			t.Errorf("got %+v, want the new deadline", d)
 		}
 		refused(t, b, other, extend, api.ErrNotPossible) // once
 		b = open(t, opt)
