@@ -30,7 +30,8 @@ help: ## list the targets
 
 build: ## make bin/ebb; needs Go alone
 	@command -v $(GO) >/dev/null || { echo 'make: Go is missing: install Go 1.26 or later'; exit 1; }
-	$(GO) build -trimpath -buildvcs=false -ldflags '$(ldflags)' -o bin/ebb ./cmd/ebb
+	@# Without cgo it is static, and an agent has 3 MiB less resident.
+	CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=false -ldflags '$(ldflags)' -o bin/ebb ./cmd/ebb
 	@# What sudo built must not be in the way of the next build without it.
 	@[[ -z $${SUDO_UID:-} ]] || chown -R "$$SUDO_UID:$$SUDO_GID" bin
 
