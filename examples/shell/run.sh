@@ -6,13 +6,13 @@
 #	run.sh READY SERVER [ARG…]
 #
 # READY is a file that the server serves and that a health check asks for: it is there while the server is ready. Each file in
-# READY.jobs is a job that a flush waits for. The protocol is docs/protocol.md.
+# READY.jobs is a job that a flush waits for, if its name needs no quoting. The protocol is docs/protocol.md.
 set -uo pipefail
 ready=$1 jobs=$1.jobs
 shift
 socket=${EBB_APP_SOCKET:-/run/ebb/app.sock}
 # Each request comes from another process, so that the session has to be named. It cannot be bound to one of them either.
-session='' applied=0 seen=' '
+session='' applied=0 seen=' ' odd=''
 
 # call PATH [BODY] sends a POST and prints the answer, or of a failure the kind of its problem.
 call() {
@@ -33,13 +33,18 @@ member() { sed -nE "s/.*\"$1\": *\"?([^\",}]*).*/\1/p" <<<"${2//$'\n'/ }" | head
 
 # beat gives a sign of life, takes a lease for each job that has none, and gives back those of jobs that are over.
 beat() {
-	local there job
+	local there held job
 	there=$(call /heartbeat) || return
+	held=$(grep -oE '"id": *"[^"]+"' <<<"$there" | cut -d '"' -f 4)
 	for job in "$jobs"/*; do
 		job=${job##*/}
-		[[ $there == *"\"$job\""* ]] || call /hold "{\"name\":\"$job\"}" >/dev/null
+		if [[ $job == *[!A-Za-z0-9._-]* || ${#job} -gt 128 ]]; then
+			[[ $odd == *"/$job/"* ]] || { odd+="/$job/" && echo "job ${job@Q} holds nothing: want up to 128 letters, digits and . _ -"; }
+		elif ! grep -qxF -e "$job" <<<"$held"; then
+			call /hold "{\"name\":\"$job\"}" >/dev/null
+		fi
 	done
-	grep -oE '"id": *"[^"]+"' <<<"$there" | cut -d '"' -f 4 | while read -r job; do
+	for job in $held; do
 		[[ -e $jobs/$job ]] || call /release "{\"id\":\"$job\"}" >/dev/null
 	done
 }
