@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"iter"
 	"net"
 	"net/http"
 	"os"
@@ -106,19 +105,17 @@ func (f *appsFixture) say(id string, c api.SessionCall) api.Session {
 }
 
 // stream is an open stream; next reads one event of it.
-func (f *appsFixture) stream(id string, from uint64) (next func() api.SessionEvent, s *api.SessionStream) {
+func (f *appsFixture) stream(id string) (next func() api.SessionEvent, s *apitest.Events) {
 	f.t.Helper()
-	s, err := f.client.SessionEvents(f.t.Context(), id, from)
+	s, err := apitest.OpenEvents(f.t.Context(), f.path, id)
 	if err != nil {
 		f.t.Fatal(err)
 	}
 	f.t.Cleanup(func() { _ = s.Close() })
-	pull, stop := iter.Pull2(s.All())
-	f.t.Cleanup(stop)
 	return func() api.SessionEvent {
 		f.t.Helper()
-		ev, err, ok := pull()
-		if err != nil || !ok {
+		ev, err := s.Next()
+		if err != nil {
 			f.t.Fatalf("the stream has ended: %v", err)
 		}
 		return ev
@@ -322,7 +319,7 @@ func TestASessionIsRefusedWhatIsWrong(t *testing.T) {
 func TestR15_AStreamGoesOnWhereTheOtherWasCut(t *testing.T) {
 	f := newApps(t, time.Minute, nil)
 	s := f.open()
-	next, first := f.stream(s.ID, 0)
+	next, first := f.stream(s.ID)
 	if first.Session.ID != s.ID || first.Session.SuspectMS != s.SuspectMS || first.Session.LostMS != s.LostMS {
 		t.Errorf("it begins with %+v, want the thresholds of %+v", first.Session, s)
 	}
@@ -340,7 +337,7 @@ func TestR15_AStreamGoesOnWhereTheOtherWasCut(t *testing.T) {
 		t.Errorf("got %+v, want each event once", ev)
 	}
 	_ = first.Close()
-	next, second := f.stream(s.ID, 0)
+	next, second := f.stream(s.ID)
 	for i, want := range []string{api.SessionDraining, api.SessionFlush} {
 		if ev := next(); ev.Type != want || ev.Seq != uint64(i+1) {
 			t.Errorf("again: got %+v, want %s", ev, want)
@@ -348,7 +345,7 @@ func TestR15_AStreamGoesOnWhereTheOtherWasCut(t *testing.T) {
 	}
 	_ = second.Close()
 	f.say(s.ID, api.SessionCall{Op: "ack", Seq: 1})
-	next, third := f.stream(s.ID, 0)
+	next, third := f.stream(s.ID)
 	if ev := next(); ev.Type != api.SessionFlush || ev.Seq != 2 || ev.Key != "web-7-1-flush" || ev.Reason != "zero" {
 		t.Errorf("behind the acknowledged: got %+v", ev)
 	}
@@ -388,13 +385,13 @@ func TestR12_AStreamSaysWhyItEnds(t *testing.T) {
 		return nil
 	}
 	s := f.open()
-	old, _ := f.stream(s.ID, 0)
-	next, _ := f.stream(s.ID, 0)
+	old, _ := f.stream(s.ID)
+	next, _ := f.stream(s.ID)
 	if ev := old(); ev.Type != api.SessionEnd || ev.Seq != 0 || ev.Reason != api.EndTransient {
 		t.Errorf("a stream that was replaced: got %+v, want transient", ev)
 	}
 	other := f.open()
-	gone, _ := f.stream(other.ID, 0)
+	gone, _ := f.stream(other.ID)
 	if err := f.client.EndSession(t.Context(), other.ID); err != nil {
 		t.Fatal(err)
 	}
@@ -415,7 +412,7 @@ func TestR12_AStreamSaysWhyItEnds(t *testing.T) {
 func TestR12_AStreamEndsWithTheLog(t *testing.T) {
 	f := newApps(t, time.Minute, nil)
 	s := f.open()
-	next, _ := f.stream(s.ID, 0)
+	next, _ := f.stream(s.ID)
 	if err := f.log.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -444,7 +441,7 @@ func TestR12_TheEndOfAGenerationIsNumbered(t *testing.T) {
 	if err := lines.Err(); err != nil {
 		t.Errorf("the stream goes on: %v", err)
 	}
-	next, _ := f.stream(s.ID, 0)
+	next, _ := f.stream(s.ID)
 	if ev := next(); ev.Type != api.SessionEnd || ev.Seq != 1 || ev.Reason != api.EndEvicted {
 		t.Errorf("again: got %+v", ev)
 	}
@@ -590,7 +587,7 @@ func TestStreamsAndSignsStarveNobody(t *testing.T) {
 	f.owner.Store("blind")
 	blind := f.open()
 	f.say(blind.ID, api.SessionCall{Op: "heartbeat"})
-	next, _ := f.stream(blind.ID, 0)
+	next, _ := f.stream(blind.ID)
 	if err := f.src.Announce("blind", "blind-1-1"); err != nil {
 		t.Fatal(err)
 	}
@@ -616,7 +613,7 @@ func TestSixtyFourSessionsAtOnce(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			stream, err := f.client.SessionEvents(t.Context(), s.ID, 0)
+			stream, err := apitest.OpenEvents(t.Context(), f.path, s.ID)
 			if err != nil {
 				t.Error(err)
 				return

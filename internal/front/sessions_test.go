@@ -8,7 +8,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"iter"
 	"net"
 	"net/http"
 	"os"
@@ -22,6 +21,7 @@ import (
 
 	"github.com/ebbproxy/ebb/drain"
 	"github.com/ebbproxy/ebb/internal/api"
+	"github.com/ebbproxy/ebb/internal/api/apitest"
 )
 
 // serveApps is a core with a front for applications, and a client of it that is one of web.
@@ -44,16 +44,14 @@ func serveApps(t *testing.T) (*served, *api.Client) {
 }
 
 // follow opens a stream of a session's events.
-func follow(t *testing.T, c *api.Client, id string) func() (api.SessionEvent, error, bool) {
+func follow(t *testing.T, c *api.Client, id string) func() (api.SessionEvent, error) {
 	t.Helper()
-	stream, err := c.SessionEvents(t.Context(), id, 0)
+	stream, err := apitest.OpenEvents(t.Context(), c.Path(), id)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { stream.Close() })
-	next, stop := iter.Pull2(stream.All())
-	t.Cleanup(stop)
-	return next
+	return stream.Next
 }
 
 // The sessions are the core's: another front serves them as they were, with what the application has missed.
@@ -71,13 +69,13 @@ func TestR15_SessionsOutliveAFront(t *testing.T) {
 	if err := s.src.Announce("web", "web-7-1"); err != nil {
 		t.Fatal(err)
 	}
-	if ev, err, _ := next(); err != nil || ev.Type != api.SessionDraining || ev.Seq != 1 || *ev.TimeLeftMS <= 0 {
+	if ev, err := next(); err != nil || ev.Type != api.SessionDraining || ev.Seq != 1 || *ev.TimeLeftMS <= 0 {
 		t.Fatalf("got %+v, %v, want draining", ev, err)
 	}
 	if err := unix.Kill(first, unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	if ev, err, ok := next(); !ok || err == nil {
+	if ev, err := next(); err == nil {
 		t.Errorf("after the front's death: got %+v, want an error", ev)
 	}
 	if err := s.src.Flush("web", "web-7-1"); err != nil {
@@ -86,7 +84,7 @@ func TestR15_SessionsOutliveAFront(t *testing.T) {
 	s.next()
 	next = follow(t, c, one.ID)
 	for i, want := range []string{api.SessionDraining, api.SessionFlush} {
-		if ev, err, _ := next(); err != nil || ev.Type != want || ev.Seq != uint64(i+1) {
+		if ev, err := next(); err != nil || ev.Type != want || ev.Seq != uint64(i+1) {
 			t.Errorf("got %+v, %v, want %s", ev, err, want)
 		}
 	}
@@ -141,10 +139,10 @@ func TestR12_AFrontThatStopsSaysComeBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.cancel()
-	if ev, err, _ := next(); err != nil || ev.Type != api.SessionDraining {
+	if ev, err := next(); err != nil || ev.Type != api.SessionDraining {
 		t.Errorf("got %+v, %v, want draining", ev, err)
 	}
-	if ev, err, _ := next(); err != nil || ev.Type != api.SessionEnd || ev.Reason != api.EndRestarting {
+	if ev, err := next(); err != nil || ev.Type != api.SessionEnd || ev.Reason != api.EndRestarting {
 		t.Errorf("got %+v, %v, want agent_restarting", ev, err)
 	}
 }
