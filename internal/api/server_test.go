@@ -664,6 +664,7 @@ func TestSentinelsOfTheMachine(t *testing.T) {
 		{drain.ErrPolicy, api.ErrNotPossible, 422},
 		{drain.ErrLimit, api.ErrNotPossible, 422},
 		{drain.ErrOff, api.ErrNotPossible, 422},
+		{api.ErrTooFast, api.ErrTooFast, 429},
 		{errors.New("disk full"), nil, 500},
 	} {
 		events := api.NewLog(api.LogOptions{})
