@@ -117,7 +117,7 @@ func jobByURL(t *testing.T, n *node, _ string) (over func()) {
 // jobByFile is a job for as long as a file is there.
 func jobByFile(t *testing.T, _ *node, www string) (over func()) {
 	t.Helper()
-	file := filepath.Join(www, "ready.jobs", "import")
+	file := filepath.Join(www, "ready.jobs", "holds") // a member of the session has that name too
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
