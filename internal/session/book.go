@@ -270,7 +270,7 @@ func (b *Book) Open(_ context.Context, p api.Process, r api.SessionRequest) (api
 	err := b.do(func() error {
 		s := &session{
 			ID: newID(), Role: cmp.Or(r.Role, api.RoleApp), Version: r.Version, PID: p.PID, Start: b.started(p.PID), Bound: r.Bound,
-			Since: time.Now(), Remaining: r.Remaining, health: api.HealthOK, heard: b.up, heardAt: time.Now(),
+			Since: time.Now(), Remaining: r.Remaining, health: api.HealthOK, heard: b.up, heardAt: time.Now(), mute: true,
 		}
 		switch {
 		case s.Role != api.RoleApp && s.Role != api.RoleHolder:

@@ -54,6 +54,7 @@ type session struct {
 	heard   time.Duration // on the book's clock
 	heardAt time.Time
 	stream  uint64             // its reader
+	mute    bool               // it has said nothing since it was opened: perhaps nobody knows of it
 	unwatch context.CancelFunc // nil: its process is not watched
 }
 

@@ -311,7 +311,7 @@ func (b *Book) answers(id string) (waiting int, err error) {
 	}
 	for _, s := range b.Sessions {
 		switch {
-		case s.Role != api.RoleApp || s.Flushed == id:
+		case s.Role != api.RoleApp || s.Flushed == id || b.unknown(s):
 		case s.lives():
 			waiting++
 		default:
@@ -319,6 +319,13 @@ func (b *Book) answers(id string) (waiting int, err error) {
 		}
 	}
 	return waiting, errors.Join(errs...)
+}
+
+// unknown reports whether nobody knows of a session: its process did not get the answer, and has registered anew.
+func (b *Book) unknown(s *session) bool {
+	return s.mute && slices.ContainsFunc(b.Sessions, func(x *session) bool {
+		return x.Role == api.RoleApp && !x.mute && x.of(s.PID, s.Start) && x.Since.After(s.Since)
+	})
 }
 
 // flushed takes an application's answer to the flush.

@@ -241,6 +241,32 @@ func TestAnsweredWaitsForEveryApplication(t *testing.T) {
 	})
 }
 
+// A registration whose answer was lost answers no flush; whoever is there and has said nothing yet is waited for.
+func TestR13_NobodyWaitsForASessionThatNobodyKnows(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var o owner
+		b := open(t, o.options())
+		enter(t, b, 10, api.SessionRequest{})
+		time.Sleep(time.Second)
+		known := enter(t, b, 10, api.SessionRequest{})
+		call(t, b, known, api.SessionCall{Op: "heartbeat"})
+		time.Sleep(time.Second)
+		last := enter(t, b, 10, api.SessionRequest{})
+		other := enter(t, b, 11, api.SessionRequest{})
+		begin(t, b, "d1", 30*time.Second)
+		tellFlush(t, b, "d1")
+		for i, id := range []string{known, last, other} {
+			if n, err := b.answers("d1"); n != 3-i || err != nil {
+				t.Errorf("got %d sessions that have not answered, %v; want %d", n, err, 3-i)
+			}
+			call(t, b, id, api.SessionCall{Op: "flushed", Drain: "d1"})
+		}
+		if n, err := b.answers("d1"); n != 0 || err != nil {
+			t.Errorf("got %d sessions that have not answered, %v", n, err)
+		}
+	})
+}
+
 func TestD5_LateFlushedIsIgnoredAndCounted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var o owner

@@ -20,7 +20,7 @@ func (b *Book) tick() time.Duration { return b.o.Heartbeat / 3 }
 
 // alive is a sign of life of a session.
 func (b *Book) alive(s *session) {
-	s.heard, s.heardAt = b.up, time.Now()
+	s.heard, s.heardAt, s.mute = b.up, time.Now(), false
 	b.judge(s, api.HealthOK)
 }
 
