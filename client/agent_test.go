@@ -10,7 +10,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -446,7 +445,7 @@ func bubble(t *testing.T, f func(t *testing.T, a *fakeAgent, o Options)) {
 	synctest.Test(t, func(t *testing.T) {
 		a := newFakeAgent(t)
 		defer a.close()
-		f(t, a, Options{Signals: []os.Signal{}, dial: a.dial})
+		f(t, a, Options{Signals: NoSignals, dial: a.dial})
 	})
 }
 

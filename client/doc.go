@@ -27,10 +27,16 @@
 //	───┬──────────────┬───────────────┬──────────────────────────┬──►
 //	   │ the wait     │ what is left  │ OnFlush                  │ what is left
 //	   │              │ is asked to   │                          │ is closed
-//	   │              │ end           │                          │
+//	   │              │ end, closed,  │                          │
+//	   │              │ waited for    │                          │
 //
 // The flush comes as soon as nothing is in flight and nothing is held, at the latest when its slice of the budget begins.
 //
 // It is not a proxy and counts no connections for the agent: the kernel does. What it talks to the agent is described in
 // docs/protocol.md.
+//
+// # Servers of other protocols
+//
+// gRPC has its own module, client/grpc. What such a server needs, and nobody else, is in one place and may change before version 1:
+// [Server], [Session.Attach], [Session.Detach], [Session.Commit], [Session.QuietPeriod], [WithDraining] and [Listener].
 package client

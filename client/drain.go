@@ -6,50 +6,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/http"
 	"slices"
 	"sync"
 	"time"
 )
-
-// Server is what takes new work from outside and is stopped in stages. [ListenAndServe] attaches one for net/http and the package
-// client/grpc one for gRPC; a server of another protocol can do the same. Its methods are called from several goroutines, and
-// some of them more than once.
-type Server interface {
-	// Pause returns nil once nothing new has arrived for quiet, else the error of ctx.
-	Pause(ctx context.Context, quiet time.Duration) error
-	// StopNew closes the listeners. What the kernel has accepted is still served.
-	StopNew()
-	// Wait returns nil once nothing is in flight, else the error of ctx.
-	Wait(ctx context.Context) error
-	// Shutdown closes everything: what is idle in good order, and the rest when ctx is over, of which it returns ctx's error.
-	Shutdown(ctx context.Context) error
-}
-
-// Attach has the session stop srv with everything else. It returns [http.ErrServerClosed] if the flush has begun. Call it when
-// srv listens: a process that listens is one that the agent finds.
-func (s *Session) Attach(srv Server) error {
-	err := http.ErrServerClosed
-	s.do(func() {
-		if s.status.Flushing {
-			return
-		}
-		err = nil
-		s.servers = append(s.servers, srv)
-		if s.drain != nil && s.drain.cancel != nil {
-			s.restart() // with this one too
-		}
-		if s.id == "" {
-			poke(s.kick)
-		}
-	})
-	return err
-}
-
-// Detach is for a server that has ended by itself.
-func (s *Session) Detach(srv Server) {
-	s.do(func() { s.servers = slices.DeleteFunc(s.servers, func(x Server) bool { return x == srv }) })
-}
 
 // run is one drain, from draining on.
 type run struct {
@@ -148,7 +108,8 @@ func (s *Session) restart() {
 }
 
 // alone stops new work when none arrives any more, at the latest at admitUntil: readiness is false, and whoever sends work
-// needs a while to notice. It flushes when nothing is in flight or held.
+// needs a while to notice. It flushes when one look finds that no server has anything in flight, and nothing is held: while one
+// was waited for, another may have begun something on a connection that it had kept.
 func (s *Session) alone(ctx context.Context, servers []Server, admitUntil time.Time) {
 	admit, cancel := context.WithDeadline(ctx, admitUntil)
 	defer cancel()
@@ -158,16 +119,23 @@ func (s *Session) alone(ctx context.Context, servers []Server, admitUntil time.T
 			return nil
 		}
 		srv.StopNew()
-		return srv.Wait(ctx)
+		return nil
 	})
-	if s.unheld(ctx, s.o.QuietPeriod) != nil {
-		return
-	}
-	s.do(func() {
-		if ctx.Err() == nil {
-			s.flush(FlushZero, s.drain.id, s.drain.deadline)
+	look, cancelLook := context.WithCancel(ctx)
+	cancelLook()
+	for ctx.Err() == nil {
+		if each(servers, func(srv Server) error { return srv.Wait(ctx) }) != nil || s.unheld(ctx, s.o.QuietPeriod) != nil {
+			return
 		}
-	})
+		if each(servers, func(srv Server) error { return srv.Wait(look) }) != nil {
+			continue
+		}
+		s.do(func() {
+			if ctx.Err() == nil && s.snapshot().Holds == 0 {
+				s.flush(FlushZero, s.drain.id, s.drain.deadline)
+			}
+		})
+	}
 }
 
 // each calls f for all servers at once and joins their errors.
@@ -202,7 +170,6 @@ func (s *Session) flush(reason FlushReason, drain string, until time.Time) {
 			s.answerHolds(name, l, ErrFlushing)
 		}
 	}
-	s.ask(ErrFlushing)
 	f := Flush{Drain: drain, Reason: reason, Until: until}
 	if drain != "" {
 		f.Key = drain + "-flush"
@@ -210,21 +177,24 @@ func (s *Session) flush(reason FlushReason, drain string, until time.Time) {
 	go s.finish(f, slices.Clone(s.servers), slices.Clone(s.onFlush))
 }
 
-// finish does what is left to do: close, ask to end, wait, flush, close by force.
+// finish does what is left to do: close, ask to end, wait, flush, close by force. What begins after it was asked to end, on a
+// connection that is kept, is waited for like the rest, and nothing begins any more when the functions run.
 func (s *Session) finish(f Flush, servers []Server, functions []func(context.Context, Flush) error) {
 	slice, cancel := context.WithDeadline(s.forced, f.Until)
 	defer cancel()
-	// Context has ended at this point, and with it the contexts of requests.
 	share := float64(s.o.Reserve) / float64(s.o.Reserve+s.o.FlushTimeout)
 	wait, cancelWait := context.WithTimeout(slice, time.Duration(share*float64(time.Until(f.Until))))
 	defer cancelWait()
-	each(servers, func(srv Server) error {
-		srv.StopNew()
-		return srv.Wait(wait)
-	})
-	_ = s.unheld(wait, 0) // over at the end of its share
+	_ = each(servers, func(srv Server) error { srv.StopNew(); return nil })
+	s.ask(ErrFlushing)
+	_ = each(servers, func(srv Server) error { return srv.Retire(wait) }) // over at the end of its share
+	_ = s.unheld(wait, 0)                                                 // so is this
 
-	err := call(slice, f, functions)
+	// Whoever returns when its context is over does so in time.
+	f.Until = f.Until.Add(-max(0, min(lastWord, time.Until(f.Until)/10)))
+	ctx, cancelFunctions := context.WithDeadline(context.WithValue(slice, flushKey{}, s), f.Until)
+	defer cancelFunctions()
+	err := call(ctx, f, functions)
 	told := make(chan struct{})
 	s.do(func() {
 		s.answer = &answer{err: err, told: told}
@@ -236,6 +206,9 @@ func (s *Session) finish(f Flush, servers []Server, functions []func(context.Con
 	forced := each(servers, func(srv Server) error { return srv.Shutdown(slice) })
 	if forced != nil {
 		forced = fmt.Errorf("%w: %w", ErrForced, forced)
+	}
+	if s.unheld(slice, 0) != nil {
+		forced = errors.Join(forced, s.leftHeld())
 	}
 	bye := time.NewTimer(byeTimeout)
 	defer bye.Stop()
@@ -251,31 +224,48 @@ func (s *Session) finish(f Flush, servers []Server, functions []func(context.Con
 	close(s.finished)
 }
 
+// leftHeld says what is still held at the end, or nil.
+func (s *Session) leftHeld() error {
+	var names []string
+	s.do(func() {
+		for name, l := range s.leases {
+			if l.n > 0 {
+				names = append(names, name)
+			}
+		}
+	})
+	if len(names) == 0 {
+		return nil
+	}
+	slices.Sort(names)
+	return fmt.Errorf("%w: still held: %q", ErrForced, names)
+}
+
+// lastWord is how long a function of OnFlush has to return when its context is over. That ends as much before the slice does.
+const lastWord = 100 * time.Millisecond
+
 // call runs the functions of OnFlush, one after the other, and joins their errors. It leaves one behind that does not heed the
 // end of its context.
 func call(ctx context.Context, f Flush, functions []func(context.Context, Flush) error) error {
-	if len(functions) == 0 {
-		return nil
-	}
-	flushed := make(chan error, 1)
+	flushed := make(chan error, len(functions))
 	go func() {
-		var errs []error
 		for _, fn := range functions {
-			errs = append(errs, fn(ctx, f))
+			flushed <- fn(ctx, f)
 		}
-		flushed <- errors.Join(errs...)
 	}()
-	select {
-	case err := <-flushed:
-		return err
-	case <-ctx.Done():
+	var errs []error
+	done, late := ctx.Done(), (<-chan time.Time)(nil)
+	for len(errs) < len(functions) {
+		select {
+		case err := <-flushed:
+			errs = append(errs, err)
+		case <-done:
+			done, late = nil, time.After(lastWord)
+		case <-late:
+			return errors.Join(append(errs, fmt.Errorf("flush: %w", ErrForced))...)
+		}
 	}
-	select {
-	case err := <-flushed: // both at once
-		return err
-	default:
-		return fmt.Errorf("flush: %w", ErrForced)
-	}
+	return errors.Join(errs...)
 }
 
 // answer is how the flush went.
@@ -359,19 +349,6 @@ func (s *Session) moved(d *run, ev wireEvent, deadline, flushBy time.Time) {
 		deadline, flushBy = earlier(d.deadline, deadline), earlier(d.flushBy, flushBy)
 	}
 	d.deadline, d.flushBy = deadline, flushBy
-}
-
-// Commit is for a server that does what cannot be undone, such as closing its listener while it is only draining: if the agent
-// takes the running drain back after that, the session goes on with it alone, to the end. It returns false if no drain runs.
-func (s *Session) Commit() bool {
-	ok := false
-	s.do(func() {
-		if ok = s.drain != nil; ok {
-			s.drain.committed = true
-			s.lead()
-		}
-	})
-	return ok
 }
 
 // takeBack ends a drain as if it had not been. One that is committed goes on alone.

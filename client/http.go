@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"strings"
 	"sync"
 	"time"
 )
@@ -18,18 +19,18 @@ type Option func(*config)
 
 type config struct {
 	session   *Session
-	options   Options
+	options   *Options
 	readyPath string
 	ready     http.Handler
 	listen    func(ctx context.Context, network, address string) (net.Listener, error)
 }
 
 // WithSession has the server belong to a session that the program has registered, and that it stops when the server
-// has ended. Otherwise the server has one of its own.
+// has ended. Otherwise the server has one of its own. It cannot be combined with [WithOptions].
 func WithSession(s *Session) Option { return func(c *config) { c.session = s } }
 
-// WithOptions are those of the session that the server registers for itself.
-func WithOptions(o Options) Option { return func(c *config) { c.options = o } }
+// WithOptions are those of the session that the server registers for itself. It cannot be combined with [WithSession].
+func WithOptions(o Options) Option { return func(c *config) { c.options = &o } }
 
 // WithReadiness answers requests for path: 503 while draining, and otherwise as ready does; nil: 200.
 func WithReadiness(path string, ready http.Handler) Option {
@@ -53,11 +54,13 @@ func WithListen(listen func(ctx context.Context, network, address string) (net.L
 //     connection; without one, Hold it.
 //   - The listener is closed when the flush begins, or without an agent when nothing arrives any more, at the latest after
 //     half the wait. What the kernel had queued is served.
-//   - When the flush begins, contexts of requests end with [ErrFlushing], and what they still answer is delivered; then the
-//     functions of OnFlush run; then what is left is closed, by force at the deadline.
+//   - When the flush begins, in this order: the listener is closed; contexts of requests end with [ErrFlushing], and what
+//     they still answer is delivered; kept connections are closed, those of HTTP/2 with a GOAWAY; requests are waited for, those
+//     too that begin in between, whose contexts end when that wait does; the functions of OnFlush run, and no handler is called
+//     any more; what is left is closed, by force at the deadline.
 //
-// It returns nil when all of that went well, ErrForced if something had to be closed by force, the errors of OnFlush, or at once
-// why it cannot listen. The process is to end then.
+// It returns nil when all of that went well, where net/http returns ErrServerClosed: ErrForced if something had to be closed by
+// force, the errors of OnFlush, or at once why it cannot listen. The process is to end then.
 func ListenAndServe(srv *http.Server, opts ...Option) error {
 	return listenAndServe(srv, cmp.Or(srv.Addr, ":http"), srv.Serve, opts)
 }
@@ -69,28 +72,37 @@ func ListenAndServeTLS(srv *http.Server, certFile, keyFile string, opts ...Optio
 
 // Serve is ListenAndServe for a listener that is there already.
 func Serve(srv *http.Server, l net.Listener, opts ...Option) error {
-	return serve(srv, l, srv.Serve, configure(opts))
+	return serveOn(srv, l, srv.Serve, opts)
 }
 
 // ServeTLS is Serve over TLS; the files are those of [http.Server.ServeTLS].
 func ServeTLS(srv *http.Server, l net.Listener, certFile, keyFile string, opts ...Option) error {
-	return serve(srv, l, overTLS(srv, certFile, keyFile), configure(opts))
+	return serveOn(srv, l, overTLS(srv, certFile, keyFile), opts)
 }
 
 func overTLS(srv *http.Server, certFile, keyFile string) func(net.Listener) error {
 	return func(l net.Listener) error { return srv.ServeTLS(l, certFile, keyFile) }
 }
 
-func configure(opts []Option) config {
+func configure(opts []Option) (config, error) {
 	c := config{listen: Listen}
 	for _, o := range opts {
 		o(&c)
 	}
-	return c
+	if c.session != nil && c.options != nil {
+		return c, errors.New("serve HTTP: WithSession and WithOptions exclude each other: a session has its options")
+	}
+	if c.options == nil {
+		c.options = new(Options)
+	}
+	return c, nil
 }
 
 func listenAndServe(srv *http.Server, addr string, accept func(net.Listener) error, opts []Option) error {
-	c := configure(opts)
+	c, err := configure(opts)
+	if err != nil {
+		return err
+	}
 	l, err := c.listen(context.Background(), "tcp", addr)
 	if err != nil {
 		return err // it names the address
@@ -98,10 +110,18 @@ func listenAndServe(srv *http.Server, addr string, accept func(net.Listener) err
 	return serve(srv, l, accept, c)
 }
 
+func serveOn(srv *http.Server, l net.Listener, accept func(net.Listener) error, opts []Option) error {
+	c, err := configure(opts)
+	if err != nil {
+		return errors.Join(err, l.Close())
+	}
+	return serve(srv, l, accept, c)
+}
+
 func serve(srv *http.Server, l net.Listener, accept func(net.Listener) error, c config) error {
 	own := c.session == nil
 	if own {
-		s, err := Register(context.Background(), c.options)
+		s, err := Register(context.Background(), *c.options)
 		if err != nil {
 			return errors.Join(err, l.Close())
 		}
@@ -142,11 +162,6 @@ func Draining(ctx context.Context) <-chan struct{} {
 	return s.Draining()
 }
 
-// WithDraining returns a context for which [Draining] is that of s, for servers that are not of net/http.
-func WithDraining(ctx context.Context, s *Session) context.Context {
-	return context.WithValue(ctx, sessionKey{}, s)
-}
-
 type sessionKey struct{}
 
 // httpServer is a net/http server as a Server.
@@ -162,13 +177,19 @@ type httpServer struct {
 	busy    int // connections that carry a request, and handlers
 	active  map[net.Conn]struct{}
 	changed chan struct{} // closed and replaced when busy becomes 0
+	retired bool          // no handler is called any more
+
+	late     context.Context // of requests that begin after the flush has; over when they are waited for no longer
+	endLate  context.CancelCauseFunc
+	shutdown chan error // how net/http's own has ended
 }
 
 func newHTTPServer(srv *http.Server, l net.Listener, c config) *httpServer {
 	h := &httpServer{
 		srv: srv, l: NewListener(l), s: c.session, next: srv.Handler, c: c,
-		active: make(map[net.Conn]struct{}), changed: make(chan struct{}),
+		active: make(map[net.Conn]struct{}), changed: make(chan struct{}), shutdown: make(chan error, 1),
 	}
+	h.late, h.endLate = context.WithCancelCause(context.Background())
 	if h.next == nil {
 		h.next = http.DefaultServeMux
 	}
@@ -195,7 +216,7 @@ func newHTTPServer(srv *http.Server, l net.Listener, c config) *httpServer {
 
 // ServeHTTP answers readiness, and has the client go while draining.
 func (h *httpServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	h.add(1)
+	retired := h.add(1)
 	defer h.add(-1)
 	draining := false
 	select {
@@ -203,18 +224,35 @@ func (h *httpServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		draining = true
 	default:
 	}
-	if draining && r.Header.Get("Upgrade") == "" {
+	// An offer that net/http does not take up, such as h2c, changes nothing. A WebSocket's answer needs the header.
+	if draining && !strings.EqualFold(r.Header.Get("Upgrade"), "websocket") {
 		w.Header().Set("Connection", "close") // HTTP/2: GOAWAY
 	}
 	switch {
+	case retired:
+		http.Error(w, "draining", http.StatusServiceUnavailable)
 	case h.c.readyPath == "" || r.URL.Path != h.c.readyPath:
 		h.last.now()
+		if h.s.Context().Err() != nil {
+			h.serveLate(w, r)
+			return
+		}
 		h.next.ServeHTTP(w, r)
 	case draining:
 		http.Error(w, "draining", http.StatusServiceUnavailable)
 	case h.c.ready != nil:
 		h.c.ready.ServeHTTP(w, r)
 	}
+}
+
+// serveLate serves a request that begins after those in flight have been asked to end, with a context that has not ended yet.
+func (h *httpServer) serveLate(w http.ResponseWriter, r *http.Request) {
+	ctx, cancel := context.WithCancelCause(context.WithoutCancel(r.Context()))
+	defer cancel(context.Canceled)
+	defer context.AfterFunc(h.late, func() { cancel(context.Cause(h.late)) })()
+	late := r.WithContext(ctx)
+	defer func() { r.MultipartForm = late.MultipartForm }() // net/http removes its files
+	h.next.ServeHTTP(w, late)
 }
 
 // note counts the connections that have received a byte of a request. Once one is hijacked its handler counts alone.
@@ -236,13 +274,15 @@ func (h *httpServer) note(c net.Conn, st http.ConnState) {
 	}
 }
 
-func (h *httpServer) add(n int) {
+// add counts, and says whether it is too late to begin.
+func (h *httpServer) add(n int) (retired bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.busy += n; h.busy == 0 {
 		close(h.changed)
 		h.changed = make(chan struct{})
 	}
+	return h.retired
 }
 
 // Pause is that of Server. What asks for readiness alone, each time over a new connection since the last one was ended, does not
@@ -277,14 +317,40 @@ func (h *httpServer) Wait(ctx context.Context) error {
 	}
 }
 
-// Shutdown is that of Server. net/http's own closes without an answer what it reads after it was called, so kept connections
+// Retire is that of Server. net/http's own Shutdown closes without an answer what it reads after it was called. So kept connections
 // go first, each behind its answer; what is left to it are those of HTTP/2, which it sends a GOAWAY.
-func (h *httpServer) Shutdown(ctx context.Context) error {
+func (h *httpServer) Retire(ctx context.Context) error {
 	h.srv.SetKeepAlivesEnabled(false)
-	if err := h.Wait(ctx); err != nil {
-		return errors.Join(fmt.Errorf("close HTTP connections: %w", err), h.srv.Close())
+	err := h.Wait(ctx)
+	go func() { h.shutdown <- h.srv.Shutdown(context.Background()) }() // at the latest Close ends it
+	for {
+		h.mu.Lock()
+		changed := h.changed
+		if h.retired = h.busy == 0 || err != nil; h.retired {
+			h.mu.Unlock()
+			h.endLate(ErrFlushing)
+			return err
+		}
+		h.mu.Unlock()
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
 	}
-	if err := h.srv.Shutdown(ctx); err != nil {
+}
+
+// Shutdown is that of Server.
+func (h *httpServer) Shutdown(ctx context.Context) error {
+	err := h.Wait(ctx)
+	if err == nil {
+		select {
+		case err = <-h.shutdown:
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
+	}
+	if err != nil {
 		return errors.Join(fmt.Errorf("close HTTP connections: %w", err), h.srv.Close())
 	}
 	return nil

@@ -17,6 +17,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -27,7 +28,7 @@ const generous = 30 * time.Second
 // alone are options of a session that never finds an agent and has no signals.
 func alone(t *testing.T) Options {
 	return Options{
-		Socket: filepath.Join(t.TempDir(), "none.sock"), Signals: []os.Signal{}, QuietPeriod: 50 * time.Millisecond,
+		Socket: filepath.Join(t.TempDir(), "none.sock"), Signals: NoSignals, QuietPeriod: 50 * time.Millisecond,
 		Grace: 4 * generous,
 	}
 }
@@ -225,9 +226,210 @@ func TestT1_OrderOfAStop(t *testing.T) {
 		t.Errorf("answer: got %q, want %q", got, want)
 	}
 	got, want := v.log.all(), []string{"told", "asked", "answered", "flush"}
-	// The listener takes what is queued for a moment more.
-	if got = slices.DeleteFunc(got, func(s string) bool { return s == "open" }); !slices.Equal(got, want) {
+	if !slices.Equal(got, want) {
 		t.Errorf("got %q, want %q", got, want)
+	}
+}
+
+// Before the functions of OnFlush run, kept connections go, and nothing begins while they do: what a request has done would not be
+// flushed any more.
+func TestT1_NothingBeginsAfterTheFlush(t *testing.T) {
+	var served atomic.Int32
+	v := serveHTTP(t, http.HandlerFunc(func(http.ResponseWriter, *http.Request) { served.Add(1) }),
+		func(p *http.Protocols) { p.SetUnencryptedHTTP2(true) })
+	h1, h2 := newClient(t, false), newClient(t, true)
+	get(t, h1, v.url) // both are kept
+	get(t, h2, v.url)
+	silent, err := net.Dial("tcp", v.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	frames, err := net.Dial("tcp", v.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer frames.Close()
+	const settings = "\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+	if _, err := io.WriteString(frames, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"+settings); err != nil {
+		t.Fatal(err)
+	}
+	var before int32
+	v.s.OnFlush(func(context.Context, Flush) error {
+		before = served.Load()
+		for name, c := range map[string]*http.Client{"HTTP/1.1": h1, "HTTP/2": h2} {
+			if res, err := c.Get(v.url); err == nil {
+				_ = res.Body.Close() // it is not read
+				t.Errorf("%s: a request that began while OnFlush ran got %s", name, res.Status)
+			}
+		}
+		fmt.Fprint(silent, "GET / HTTP/1.1\r\nHost: x\r\n\r\n") // the answer says how it went
+		if res, err := http.ReadResponse(bufio.NewReader(silent), nil); err == nil && res.StatusCode != 503 {
+			t.Errorf("a connection that had said nothing yet got %s", res.Status)
+		}
+		const goaway = 7
+		for typ := byte(0); typ != goaway; {
+			var head [9]byte
+			if _, err := io.ReadFull(frames, head[:]); err != nil {
+				t.Errorf("idle HTTP/2: got %v before a GOAWAY", err)
+				break
+			}
+			typ = head[3]
+			if _, err := io.CopyN(io.Discard, frames, int64(head[0])<<16|int64(head[1])<<8|int64(head[2])); err != nil {
+				t.Error(err)
+			}
+		}
+		return nil
+	})
+	v.s.do(func() {
+		v.s.begin("test", time.Now().Add(4*generous))
+		v.s.flush(FlushZero, "", time.Now().Add(4*generous))
+	})
+	if err := v.ended(); err != nil {
+		t.Error(err)
+	}
+	if got := served.Load(); got != before {
+		t.Errorf("%d requests were served after the flush", got-before)
+	}
+}
+
+// What begins while those in flight have been asked to end is served with a context of its own, and is flushed as well.
+func TestT1_RequestsInBetween(t *testing.T) {
+	var v *serving
+	inside, asked, leave := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	v = serveHTTP(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/first":
+			close(inside)
+			<-r.Context().Done()
+			close(asked)
+			<-leave
+		case "/late":
+			if err := r.Context().Err(); err != nil {
+				t.Errorf("a request that has just begun: %v", err)
+			}
+			v.log.add("late")
+		}
+	}), func(p *http.Protocols) { p.SetUnencryptedHTTP2(true) })
+	kept, err := net.Dial("tcp", v.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer kept.Close()
+	fmt.Fprint(kept, "GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+	if _, err := http.ReadResponse(bufio.NewReader(kept), nil); err != nil {
+		t.Fatal(err)
+	}
+	c := newClient(t, true)
+	first := make(chan struct{})
+	go func() {
+		defer close(first)
+		get(t, c, v.url+"/first")
+	}()
+	<-inside
+	v.s.do(func() {
+		v.s.begin("test", time.Now().Add(4*generous))
+		v.s.flush(FlushDeadline, "", time.Now().Add(4*generous))
+	})
+	<-asked
+	get(t, c, v.url+"/late")
+	if err := kept.SetReadDeadline(time.Now().Add(generous)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := kept.Read(make([]byte, 1)); errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Error("a kept connection stays while requests are waited for")
+	}
+	close(leave)
+	<-first
+	if err := v.ended(); err != nil {
+		t.Error(err)
+	}
+	if got, want := v.log.all(), []string{"late", "flush"}; !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
+
+// The context of such a request ends too, when it is waited for no longer.
+func TestD2_RequestsInBetweenAreAskedToEnd(t *testing.T) {
+	inside, late, left := make(chan struct{}), make(chan struct{}), make(chan error, 1)
+	v := serveHTTP(t, http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/first" {
+			close(inside)
+			<-late
+			return
+		}
+		close(late)
+		<-r.Context().Done()
+		left <- context.Cause(r.Context())
+	}), func(p *http.Protocols) { p.SetUnencryptedHTTP2(true) })
+	c := newClient(t, true)
+	done := make(chan struct{}, 2)
+	ask := func(path string) {
+		if res, err := c.Get(v.url + path); err == nil {
+			_ = res.Body.Close() // it is not read
+		}
+		done <- struct{}{}
+	}
+	go ask("/first")
+	<-inside
+	v.s.do(func() {
+		v.s.begin("test", time.Now().Add(4*generous))
+		v.s.flush(FlushDeadline, "", time.Now().Add(4*generous))
+	})
+	<-v.s.Context().Done()
+	go ask("/late")
+	<-late
+	v.s.do(v.s.forceNow) // the wait is over
+	if got := <-left; got != ErrFlushing {
+		t.Errorf("cause: got %v, want %v", got, ErrFlushing)
+	}
+	_ = v.ended() // by force, if the handler has been slower
+	<-done
+	<-done
+}
+
+// An offer to switch the protocol that is not taken up keeps no connection.
+func TestUpgradeWhileDraining(t *testing.T) {
+	v := serveHTTP(t, http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}), nil)
+	until := make(chan struct{})
+	v.s.do(func() { v.s.servers[0] = &patient{Server: v.s.servers[0], until: until} })
+	v.drain()
+	for offer, want := range map[string]bool{"h2c": true, "TLS/1.2": true, "websocket": false, "WebSocket": false} {
+		c, err := net.Dial("tcp", v.addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		fmt.Fprintf(c, "GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: %s\r\n\r\n", offer)
+		res, err := http.ReadResponse(bufio.NewReader(c), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if res.Close != want {
+			t.Errorf("%s: got close %v, want %v", offer, res.Close, want)
+		}
+		_ = c.Close() // everything was read
+	}
+	close(until)
+}
+
+func TestOptionsThatExcludeEachOther(t *testing.T) {
+	s, err := Register(t.Context(), alone(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer leave(s)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := Serve(&http.Server{}, l, WithSession(s), WithOptions(alone(t))); err == nil {
+		t.Error("it serves")
+	}
+	if _, err := l.Accept(); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("the listener: got %v, want %v", err, net.ErrClosed)
+	}
+	if err := ListenAndServe(&http.Server{Addr: "127.0.0.1:0"}, WithSession(s), WithOptions(alone(t))); err == nil {
+		t.Error("it serves")
 	}
 }
 

@@ -24,6 +24,8 @@ func Listen(ctx context.Context, network, address string) (net.Listener, error) 
 
 // Listener notes when connections arrive, and closes without resetting those that the kernel has queued. Its methods may be
 // called from any goroutine.
+//
+// For servers of other protocols; it may change before version 1.
 type Listener struct {
 	net.Listener
 	last    arrival       // of a connection

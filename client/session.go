@@ -103,7 +103,7 @@ type Flush struct {
 	Drain  string      // id of the agent's drain; empty without an agent
 	Reason FlushReason // why now
 	Key    string      // idempotency key, for whoever is told in turn; empty without an agent
-	Until  time.Time   // end of the flush's slice, as the deadline of the context is
+	Until  time.Time   // the deadline of the context, a moment before the end of the flush's slice
 }
 
 // FlushReason says why a flush has come.
@@ -384,8 +384,8 @@ func (s *Session) Done() <-chan struct{} {
 	return s.finished
 }
 
-// OnFlush has f called when the flush comes, at most once, after those that were given before it. Its context ends with the
-// flush's slice. The agent is told its error. Once the flush has begun OnFlush does nothing, and nil is refused with a line in
+// OnFlush has f called when the flush comes, at most once, after those that were given before it. Its context ends
+// a moment before the flush's slice. The agent is told its error. Once the flush has begun OnFlush does nothing, and nil is refused with a line in
 // the log.
 //
 // f is called when no request runs any more and nothing is held, or they have had their time to end; see [Session.Stop].
@@ -658,13 +658,21 @@ func (s *Session) Extend(ctx context.Context, by time.Duration) error {
 	return fmt.Errorf("extend: %w: %w", ErrNoAgent, err)
 }
 
-// Stop ends the session in stages, whoever has begun: it drains, waits for what is in flight and held, asks it to end,
-// flushes, and closes what is left at ctx's deadline, or after Options.Grace if that has none. Stages of a shorter time are
-// shorter in proportion. It returns nil if everything ended by itself, ctx's error if ctx was over before, ErrForced if the
-// deadline ended something, and the errors of OnFlush. It may be called before anything has begun, again, and several times at
-// once: the shortest context counts.
+// Stop ends the session in stages, whoever has begun:
+//
+//   - it drains, and waits until nothing is in flight and nothing held;
+//   - then, or when the wait is over, it closes the listeners, asks what is left to end ([Session.Context], the contexts of
+//     requests), has kept connections go, and waits for both to end;
+//   - it runs the functions of OnFlush: nothing new begins any more;
+//   - at ctx's deadline, or after Options.Grace if that has none, it closes what is left by force, and leaves behind what is
+//     held.
+//
+// Stages of a shorter time are shorter in proportion. It returns nil if everything ended by itself, else joined: ErrForced if
+// something was closed by force or left behind, with the names of what was held, and ctx's error if ctx was over then; the
+// errors of OnFlush. It may be called before anything has begun, again, and several times at once: the shortest context counts.
+// In a function of OnFlush there is nothing to wait for: given the function's context, Stop returns nil at once.
 func (s *Session) Stop(ctx context.Context) error {
-	if s == nil {
+	if s == nil || ctx.Value(flushKey{}) == s {
 		return nil
 	}
 	deadline := time.Now().Add(s.o.Grace)
@@ -683,11 +691,14 @@ func (s *Session) Stop(ctx context.Context) error {
 		}
 	}
 	s.bye.Do(s.leave)
-	if err := ctx.Err(); err != nil && errors.Is(s.err, ErrForced) {
-		return err
+	if errors.Is(s.err, ErrForced) {
+		return errors.Join(ctx.Err(), s.err)
 	}
 	return s.err
 }
+
+// flushKey is that of the session in the contexts of its functions of OnFlush.
+type flushKey struct{}
 
 // leave tells the agent that the session ends, and ends it.
 func (s *Session) leave() {

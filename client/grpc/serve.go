@@ -44,7 +44,7 @@ func endWatch(ctx context.Context, s *client.Session, end func()) {
 	case <-ctx.Done():
 		return
 	}
-	timer := time.NewTimer(client.DefaultQuietPeriod)
+	timer := time.NewTimer(s.QuietPeriod())
 	defer timer.Stop()
 	select {
 	case <-timer.C:
@@ -63,6 +63,10 @@ func (s stream) Context() context.Context { return s.ctx }
 
 func within(ctx context.Context, s *client.Session) (context.Context, func()) {
 	ctx, cancel := context.WithCancelCause(client.WithDraining(ctx, s))
+	if s.Context().Err() != nil {
+		// It begins while GOAWAY is on its way. It is waited for like the rest, and nobody has asked it to end yet.
+		return ctx, func() { cancel(nil) }
+	}
 	stop := context.AfterFunc(s.Context(), func() { cancel(context.Cause(s.Context())) })
 	return ctx, func() {
 		stop()
@@ -140,7 +144,7 @@ func (v *server) follow(ctx context.Context, s *client.Session, h *health.Server
 			h.Shutdown()
 		}
 		half, cancel := context.WithTimeout(ctx, time.Until(s.Status().FlushBy)/2)
-		_ = v.l.Pause(half, client.DefaultQuietPeriod) // also over at half the wait
+		_ = v.l.Pause(half, s.QuietPeriod()) // also over at half the wait
 		cancel()
 		if s.Commit() {
 			v.StopNew()
@@ -173,9 +177,17 @@ func (v *server) Wait(ctx context.Context) error {
 	case <-v.stopped:
 		return nil
 	case <-ctx.Done():
+	}
+	select {
+	case <-v.stopped: // both at once
+		return nil
+	default:
 		return ctx.Err()
 	}
 }
+
+// Retire is that of client.Server: StopNew has sent a GOAWAY.
+func (v *server) Retire(ctx context.Context) error { return v.Wait(ctx) }
 
 // Shutdown is that of client.Server.
 func (v *server) Shutdown(ctx context.Context) error {

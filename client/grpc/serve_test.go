@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"net"
-	"os"
 	"path/filepath"
 	"sync"
 	"sync/atomic"
@@ -80,11 +79,13 @@ type serving struct {
 	done    chan error
 }
 
-func serve(t *testing.T) *serving {
+func serve(t *testing.T, opts ...func(*client.Options)) *serving {
 	t.Helper()
-	s, err := client.Register(t.Context(), client.Options{
-		Socket: filepath.Join(t.TempDir(), "none.sock"), Signals: []os.Signal{}, Grace: 4 * generous,
-	})
+	o := client.Options{Socket: filepath.Join(t.TempDir(), "none.sock"), Signals: client.NoSignals, Grace: 4 * generous}
+	for _, opt := range opts {
+		opt(&o)
+	}
+	s, err := client.Register(t.Context(), o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -260,9 +261,21 @@ func TestD2_StreamIsForced(t *testing.T) {
 	}
 }
 
+// The quiet period is the session's: with a long one, what connects long after the drain has begun is served.
+func TestQuietPeriodOfTheSession(t *testing.T) {
+	v := serve(t, func(o *client.Options) { o.QuietPeriod = time.Hour })
+	if err := v.session.Drain(t.Context(), "test"); err != nil {
+		t.Fatal(err)
+	}
+	<-time.After(client.DefaultQuietPeriod + 500*time.Millisecond)
+	if _, err := grpc_testing.NewTestServiceClient(dial(t, v)).EmptyCall(t.Context(), &grpc_testing.Empty{}); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestStopBeforeServe(t *testing.T) {
 	s, err := client.Register(t.Context(), client.Options{
-		Socket: filepath.Join(t.TempDir(), "none.sock"), Signals: []os.Signal{}, QuietPeriod: time.Millisecond,
+		Socket: filepath.Join(t.TempDir(), "none.sock"), Signals: client.NoSignals, QuietPeriod: time.Millisecond,
 	})
 	if err != nil {
 		t.Fatal(err)
