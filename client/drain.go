@@ -122,7 +122,7 @@ func (s *Session) alone(ctx context.Context, servers []Server, admitUntil time.T
 		return nil
 	})
 	look, cancelLook := context.WithCancel(ctx)
-	cancelLook()
+	cancelLook() // Wait says how it is, and does not wait
 	for ctx.Err() == nil {
 		if each(servers, func(srv Server) error { return srv.Wait(ctx) }) != nil || s.unheld(ctx, s.o.QuietPeriod) != nil {
 			return

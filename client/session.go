@@ -384,11 +384,9 @@ func (s *Session) Done() <-chan struct{} {
 	return s.finished
 }
 
-// OnFlush has f called when the flush comes, at most once, after those that were given before it. Its context ends
-// a moment before the flush's slice. The agent is told its error. Once the flush has begun OnFlush does nothing, and nil is refused with a line in
-// the log.
-//
-// f is called when no request runs any more and nothing is held, or they have had their time to end; see [Session.Stop].
+// OnFlush has f called when the flush comes, at most once, after those that were given before it: when no request runs any more
+// and nothing is held, or they have had their time to end; see [Session.Stop]. Its context ends a moment before the flush's slice.
+// The agent is told its error. Once the flush has begun OnFlush does nothing. Nil is refused, with a line in the log.
 func (s *Session) OnFlush(f func(context.Context, Flush) error) {
 	s.do(func() {
 		if f == nil {

@@ -688,6 +688,21 @@ func TestNamesOfHolds(t *testing.T) {
 	})
 }
 
+// The agent refuses a heartbeat with a number below 0.
+func TestRemainingIsNotBelowZero(t *testing.T) {
+	bubble(t, func(t *testing.T, a *fakeAgent, o Options) {
+		s := register(t, o)
+		defer leave(s)
+		s.Remaining(-1)
+		after(4 * time.Second)
+		a.with(func() {
+			if last := a.calls[len(a.calls)-1]; last.op != "heartbeat" || last.body.Remaining == nil || *last.body.Remaining != 0 {
+				t.Errorf("got %+v", last)
+			}
+		})
+	})
+}
+
 func TestRefusal(t *testing.T) {
 	bubble(t, func(t *testing.T, a *fakeAgent, o Options) {
 		s := register(t, o)
