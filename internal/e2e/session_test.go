@@ -126,7 +126,7 @@ func TestT9_ALeaseDoesNotMoveTheDeadline(t *testing.T) {
 	t.Parallel()
 	n := newNode(t, "")
 	n.set("defaults: {grace: 9s, flush_timeout: 2s, reserve: 2s, quiet_period: 300ms}\nservices:\n" + service("web", n.ns, 8081, apiFlush))
-	p := n.part("auto", "listen="+webAddr)
+	p := n.part("auto,mute", "listen="+webAddr) // which answers the flush when it is told to
 	d := n.agent()
 	n.sessions("web", 1)
 	p.must(`POST /hold {"name":"endless"}`)
@@ -139,6 +139,7 @@ func TestT9_ALeaseDoesNotMoveTheDeadline(t *testing.T) {
 		t.Errorf("got flush %+v, want one for the deadline", e)
 	}
 	p.refuses(`POST /hold {"name":"late"}`, http.StatusConflict, "flush-has-begun")
+	p.must(fmt.Sprintf(`POST /flushed {"drain":%q}`, got.ID))
 	d.ended(got.ID)
 	b := n.view("web")
 	if len(b.Drain.Held) != 1 || b.Drain.Held[0].Released {
