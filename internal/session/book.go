@@ -278,6 +278,7 @@ func (b *Book) Open(_ context.Context, p api.Process, r api.SessionRequest) (api
 		case s.Version < 0:
 			return fmt.Errorf("%w: version %d: it is above 0, or left out", api.ErrNotPossible, s.Version)
 		}
+		var room *session
 		if len(b.Sessions) >= maxSessions {
 			// One that is lost makes room, the longest silent first.
 			i := -1
@@ -289,10 +290,13 @@ func (b *Book) Open(_ context.Context, p api.Process, r api.SessionRequest) (api
 			if i < 0 {
 				return fmt.Errorf("%w: %d sessions of %q are open already, which is the most; end those that are not needed", api.ErrNotPossible, maxSessions, b.o.Backend)
 			}
-			b.drop(b.Sessions[i], "makes room")
+			room = b.Sessions[i]
 		}
 		if err := b.mayWrite(); err != nil {
 			return err
+		}
+		if room != nil {
+			b.drop(room, "makes room")
 		}
 		b.Sessions = append(b.Sessions, s)
 		b.mention(s, "opened")
