@@ -43,6 +43,10 @@ type serviceSeat struct {
 	// written after it. It goes before the node's mu, which goes before ours.
 	turn sync.Mutex
 
+	// Of whoever has the turn.
+	found   map[uint64]probes.Listener // where the listeners of the last look are held, by cookie
+	mislaid bool                       // one of them was not there any more
+
 	mu    sync.Mutex
 	addrs []netip.AddrPort
 	at    map[bpf.Address][]uint64 // addresses under our rule, and what they are steered to
@@ -229,6 +233,8 @@ const (
 
 // candidates are the listeners of the service's backends, by how good they are.
 func (v *serviceSeat) candidates(ctx context.Context) (all []candidate) {
+	found := map[uint64]probes.Listener{}
+	defer func() { v.found = found }()
 	for _, s := range v.n.seatsOf(v.name) {
 		inc := s.life()
 		if inc.b == nil || inc.b.dp.name() != datapathKernel {
@@ -259,14 +265,13 @@ func (v *serviceSeat) candidates(ctx context.Context) (all []candidate) {
 				}
 				c.cookie, c.tier = 0, tierNone // for its own listeners
 			}
-			covered := inc.b.coveredMap()
-			ls, err := probes.Listeners(sp.diag, inc.proc.descendants())
+			ls, err := v.located(inc, sp, found)
 			if err != nil {
 				v.log.Warn("look at a backend's listeners", "backend", s.name, "err", err)
 				continue
 			}
 			for _, l := range ls {
-				if _, ok := covered[l.Cookie]; ok && l.Protocol != "mptcp" {
+				if l.Protocol != "mptcp" {
 					c.Listener = l
 					all = append(all, c)
 				}
@@ -274,6 +279,33 @@ func (v *serviceSeat) candidates(ctx context.Context) (all []candidate) {
 		}
 	}
 	return all
+}
+
+// located are the covered listeners of a backend in a namespace, with where its processes hold them. That is looked for among
+// all of their descriptors, of which there may be a hundred thousand while a drain waits for its flip, so it is remembered. The
+// caller holds turn.
+func (v *serviceSeat) located(inc *incarnation, sp *space, found map[uint64]probes.Listener) (ls []probes.Listener, err error) {
+	covered := inc.b.coveredMap()
+	known := true
+	for _, l := range covered {
+		if !l.live || l.netns != sp.id {
+			continue
+		}
+		at, ok := v.found[l.cookie]
+		known = known && ok
+		ls = append(ls, at)
+	}
+	if !known {
+		if ls, err = probes.Listeners(sp.diag, inc.proc.descendants()); err != nil {
+			return nil, err
+		}
+		ls = slices.DeleteFunc(ls, func(l probes.Listener) bool { _, ok := covered[l.Cookie]; return !ok })
+	}
+	for _, l := range ls {
+		found[l.Cookie] = l
+	}
+	slices.SortFunc(ls, func(a, b probes.Listener) int { return cmp.Compare(a.Cookie, b.Cookie) })
+	return ls, nil
 }
 
 // called are the names that are asked for: those of the candidates, and of the listeners that may have gone and that an
@@ -320,6 +352,16 @@ func (v *serviceSeat) late(inc *incarnation, sp *space) (cookies []uint64, err e
 func (v *serviceSeat) update(ctx context.Context) error {
 	v.turn.Lock()
 	defer v.turn.Unlock()
+	v.mislaid = false
+	err := v.write(ctx)
+	if v.mislaid {
+		err = v.write(ctx)
+	}
+	return err
+}
+
+// write is update once. The caller holds turn.
+func (v *serviceSeat) write(ctx context.Context) error {
 	if err := v.n.host.TakeOver(v.id, nil); err != nil {
 		v.log.Warn("take the service over from another version's installation", "err", err)
 	}
@@ -409,6 +451,8 @@ func (v *serviceSeat) steer(ctx context.Context, at bpf.Address, sp *space, all 
 		if cookie == 0 {
 			cookie = c.Cookie
 			if err := v.target(c); errors.Is(err, probes.ErrGone) {
+				delete(v.found, c.Cookie)
+				v.mislaid = true // another process may hold it by now
 				continue
 			} else if err != nil {
 				return err
