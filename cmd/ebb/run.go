@@ -297,7 +297,7 @@ func (f *runFlags) hooks(o *agent.RunOptions) error {
 	if s := o.Flush.Signal; s == syscall.SIGSTOP || s == syscall.SIGCONT || s == syscall.SIGCHLD {
 		return usagef("--flush %q: no program ends at it", f.flush)
 	}
-	if f.extension < 0 || f.extension > f.grace {
+	if f.extension < 0 || f.extension > max(0, f.grace) { // a grace below zero is told with the rest of the budget
 		return usagef("--extension %v: want a duration up to --grace, %v", f.extension, f.grace)
 	}
 	o.Extension = f.extension
