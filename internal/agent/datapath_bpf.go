@@ -526,7 +526,9 @@ func (k *kernelDatapath) watch(ctx context.Context, p *process) error {
 // adopt takes in listeners and connections that were there before the watch: inherited sockets, or all of a CMD that
 // an earlier owner started. It repeats until a pass finds nothing new.
 func (k *kernelDatapath) adopt(ctx context.Context) error {
-	queues := false
+	k.mu.Lock()
+	queues := k.unseen == whyQueued // as of an incarnation that ended before it had looked
+	k.mu.Unlock()
 	for range 8 {
 		ls, conns, err := k.adoptOnce()
 		if errors.Is(err, bpf.ErrNotSupported) {
@@ -549,11 +551,13 @@ func (k *kernelDatapath) adopt(ctx context.Context) error {
 		}
 	}
 	if queues {
-		k.setUnseen("connections may wait in the accept queue of a listener that was open before the watch")
+		k.setUnseen(whyQueued)
 		k.wg.Go(func() { k.adoptQueues(ctx) })
 	}
 	return nil
 }
+
+const whyQueued = "connections may wait in the accept queue of a listener that was open before the watch"
 
 func (k *kernelDatapath) adoptOnce() (ls, conns int, err error) {
 	w := k.watchRule()

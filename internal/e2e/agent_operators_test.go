@@ -168,6 +168,32 @@ func TestC40_ConfiguredAnew(t *testing.T) {
 	n.mustRefuse(webAddr)
 }
 
+// A configuration that changes before the accept queue of a server was seen empty does not leave its count unknown for ever.
+func TestC25_ReloadWhileAQueueIsNotEmpty(t *testing.T) {
+	t.Parallel()
+	n := newNode(t, "")
+	conf := func(more ...string) string {
+		return agentBudget + "services:\n" + service("web", n.ns, 8081, more...)
+	}
+	n.set(conf())
+	p := named(t, n.ns, "web", webAddr)
+	eventually(t, "it listens", func() bool { return len(walk(t, n.ns, 1<<10, 8081)) == 1 })
+	if err := p.Process.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	var queued []*httpConn
+	for range 3 {
+		queued = append(queued, dialHTTP(t, n.ns, webAddr))
+	}
+	d := n.agent()
+	n.awaitView("web", "found, and its count unknown", func(b api.Backend) bool { return b.PID != 0 && len(b.Listeners) > 0 && !b.CountsKnown })
+	d.reload(conf("close_spread: 1s"))
+	if err := p.Process.Signal(syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	n.awaitView("web", "counted", func(b api.Backend) bool { return b.CountsKnown && *b.Counts.Open == int64(len(queued)) })
+}
+
 // Every action is an event that says who asked for it. An application may ask for its own backend, and for nothing else.
 func TestAgentActionsAreAudited(t *testing.T) {
 	t.Parallel()
