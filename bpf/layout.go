@@ -128,10 +128,10 @@ func lockInstallation(dir string) (*os.File, error) {
 			return nil, err
 		}
 	}
-	if !isBPFFS(parent) && isBPFFS(dir) {
-		return nil, fmt.Errorf("%s is where a BPF file system is mounted: name a directory in it, such as %s", dir, filepath.Join(dir, "ebb"))
-	}
 	if !isBPFFS(parent) {
+		if isBPFFS(dir) {
+			return nil, fmt.Errorf("%s is where a BPF file system is mounted: name a directory in it, such as %s", dir, filepath.Join(dir, "ebb"))
+		}
 		return nil, fmt.Errorf("%s is not in a BPF file system: mount one with `mount -t bpf bpf %s`, or choose another directory", dir, parent)
 	}
 	return flock(parent)

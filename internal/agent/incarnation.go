@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"slices"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -137,6 +138,13 @@ func (m *member) backend(a arrival, bk *book) *backend {
 	b.ready.Store(true)
 	b.late = newLate(b, m.late(a.set, a.dp))
 	return b
+}
+
+// held are the covered listeners in a namespace that its processes hold. It reads the descriptors of all of them.
+func (i *incarnation) held(sp *space) ([]probes.Listener, error) {
+	covered := i.b.coveredMap()
+	ls, err := probes.Listeners(sp.diag, i.proc.descendants())
+	return slices.DeleteFunc(ls, func(l probes.Listener) bool { _, ok := covered[l.Cookie]; return !ok }), err
 }
 
 func (i *incarnation) draining() bool {

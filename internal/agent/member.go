@@ -9,10 +9,8 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
-	"net/url"
 	"os"
 	"slices"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -447,25 +445,6 @@ func (i *incarnation) serves(ctx context.Context, name string) error {
 		}
 	}
 	return nil
-}
-
-// urlPort is the port that an http(s) URL names, explicitly or by its scheme.
-func urlPort(s string) (uint16, bool) {
-	u, err := url.Parse(s)
-	if s == "" || err != nil {
-		return 0, false
-	}
-	if u.Port() == "" {
-		switch u.Scheme {
-		case "http":
-			return 80, true
-		case "https":
-			return 443, true
-		}
-		return 0, false
-	}
-	n, err := strconv.ParseUint(u.Port(), 10, 16)
-	return uint16(n), err == nil
 }
 
 // drainView is the wire form of a drain.

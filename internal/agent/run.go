@@ -548,7 +548,7 @@ func portsOnly(aps []netip.AddrPort) []uint16 {
 func (r *runner) coverage() coverage {
 	c := coverage{only: r.o.Listen, exclude: r.o.Exclude}
 	for _, url := range []string{r.o.Ready, r.o.Notify.HTTP, r.o.Flush.HTTP} {
-		if p, ok := urlPort(url); ok {
+		if p, ok := hook.URLPort(url); ok {
 			c.aux = append(c.aux, p)
 		}
 	}

@@ -877,13 +877,11 @@ func (n *node) siblings(ctx context.Context, s *seat, sp *space) (sibs []sibling
 			why = append(why, err.Error())
 			continue
 		}
-		covered := inc.b.coveredMap()
-		ls, err := probes.Listeners(sp.diag, inc.proc.descendants())
+		ls, err := inc.held(sp)
 		if err != nil {
 			why = append(why, o.name+" cannot be looked at: "+err.Error())
 			continue
 		}
-		ls = slices.DeleteFunc(ls, func(l probes.Listener) bool { _, ok := covered[l.Cookie]; return !ok })
 		if len(ls) == 0 {
 			why = append(why, o.name+" does not listen in this network namespace")
 			continue

@@ -285,9 +285,8 @@ func (v *serviceSeat) candidates(ctx context.Context) (all []candidate) {
 // all of their descriptors, of which there may be a hundred thousand while a drain waits for its flip, so it is remembered. The
 // caller holds turn.
 func (v *serviceSeat) located(inc *incarnation, sp *space, found map[uint64]probes.Listener) (ls []probes.Listener, err error) {
-	covered := inc.b.coveredMap()
 	known := true
-	for _, l := range covered {
+	for _, l := range inc.b.coveredMap() {
 		if !l.live || l.netns != sp.id {
 			continue
 		}
@@ -296,10 +295,9 @@ func (v *serviceSeat) located(inc *incarnation, sp *space, found map[uint64]prob
 		ls = append(ls, at)
 	}
 	if !known {
-		if ls, err = probes.Listeners(sp.diag, inc.proc.descendants()); err != nil {
+		if ls, err = inc.held(sp); err != nil {
 			return nil, err
 		}
-		ls = slices.DeleteFunc(ls, func(l probes.Listener) bool { _, ok := covered[l.Cookie]; return !ok })
 	}
 	for _, l := range ls {
 		found[l.Cookie] = l

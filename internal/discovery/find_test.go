@@ -340,7 +340,7 @@ func TestMainPIDOfSystemd(t *testing.T) {
 func TestNginx(t *testing.T) {
 	nginx, err := exec.LookPath("nginx")
 	if err != nil {
-		t.Skip("needs nginx")
+		netnstest.Skip(t, "needs nginx")
 	}
 	netnstest.LeakCheck(t)
 	ns := netnstest.New(t)

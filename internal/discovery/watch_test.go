@@ -25,7 +25,7 @@ func connectorOf(t *testing.T) *connector {
 	netnstest.RequireRoot(t)
 	c, err := openConnector()
 	if err != nil {
-		t.Skipf("needs the process connector: %v", err)
+		netnstest.Skip(t, "needs the process connector: %v", err)
 	}
 	return c
 }
@@ -168,7 +168,7 @@ func openFilesOf(t *testing.T) *files {
 func TestWatchNamespaces(t *testing.T) {
 	netnstest.RequireRoot(t)
 	if _, err := exec.LookPath("ip"); err != nil {
-		t.Skip("needs ip")
+		netnstest.Skip(t, "needs ip")
 	}
 	netnstest.LeakCheck(t)
 	w := started(t, &Watcher{files: openFilesOf(t)}, Options{Tick: time.Hour})

@@ -82,20 +82,31 @@ func validateURL(s string) error {
 // LoopbackPort is the port of this host to which an HTTP hook goes by loopback.
 func (h Hook) LoopbackPort() (port uint16, ok bool) {
 	u, err := url.Parse(h.HTTP)
-	if h.HTTP == "" || err != nil {
+	if err != nil {
 		return 0, false
 	}
 	if ip, err := netip.ParseAddr(u.Hostname()); u.Hostname() != "localhost" && (err != nil || !ip.IsLoopback()) {
+		return 0, false
+	}
+	return URLPort(h.HTTP)
+}
+
+// URLPort is the port that an http(s) URL names, explicitly or by its scheme.
+func URLPort(s string) (port uint16, ok bool) {
+	u, err := url.Parse(s)
+	if err != nil {
 		return 0, false
 	}
 	switch {
 	case u.Port() != "":
 		n, err := strconv.ParseUint(u.Port(), 10, 16)
 		return uint16(n), err == nil
+	case u.Scheme == "http":
+		return 80, true
 	case u.Scheme == "https":
 		return 443, true
 	}
-	return 80, true
+	return 0, false
 }
 
 // String is the hook as Parse reads it, but for a program whose arguments have

@@ -11,8 +11,9 @@ import (
 	"sync"
 	"time"
 
-	"github.com/ebbproxy/ebb/internal/api"
 	"golang.org/x/sys/unix"
+
+	"github.com/ebbproxy/ebb/internal/api"
 )
 
 // tick is how long at most nobody looks at the clock while there are sessions: a third of a heartbeat.
